@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 from autopar.run import comm
 from autopar.run import function_names as F
 from autopar.run.alike import note_written
-from autopar.run.part import alias_of, in_graph, is_part, part_like
+from autopar.run.part import Parted, alias_of, in_graph, is_part, local, part_like
 from autopar.run.plain import plainly
 from autopar.run.wholes import on_the_whole, target_of
 
-__all__ = ["elementwise", "foreach", "unscale"]
+__all__ = ["elementwise", "foreach", "fused", "unscale"]
 
 
 def elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,6 +82,18 @@ def foreach(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: 
                 result = on_the_whole(func, base, tuple(one), rest)
         found.append(result[0] if isinstance(result, (list, tuple)) else result)
     return None if base.endswith("_") else found
+
+
+def fused(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A step of an elementwise optimizer as one function, of lists of parameters, their gradients and states, which it writes to."""
+    lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple)) and len(x) == len(args[0])]
+    for place in zip(*lists, strict=True):
+        parts = [x for x in place if is_part(x)]
+        whole = any(isinstance(x, Tensor) and x.dim() > 0 for x in place if not is_part(x))
+        if parts and (whole or not all(x._lies.alike(parts[0]._lies) for x in parts)):
+            return on_the_whole(func, name, args, kwargs)
+    given = pytree.tree_map_only(Parted, local, (args, kwargs))
+    return func(*given[0], **given[1])
 
 
 def unscale(func: Callable[..., Any], grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -23,14 +25,20 @@ def layouts_of(spec: ParamSpec | BufferSpec) -> dict[str, Layout]:
 
 
 class Lies:
-    """How one tensor of the model lies over all ranks at rest. name, shape: of the whole."""
+    """How one tensor of the model lies over all ranks at rest. name, shape: of the whole. parameter: of what belongs to a parameter and
+    lies as it does (see `of`), that of the parameter; else this itself."""
 
-    __slots__ = ("_holders", "_layouts", "_owner", "_zero", "counts", "holds", "home", "mesh", "name", "outside", "shape", "split")
+    __slots__ = (
+        "_holders", "_layouts", "_of_it", "_owner", "_zero", "counts", "holds", "home", "mesh", "name", "outside", "parameter", "shape",
+        "split",
+    )  # fmt: skip
 
     def __init__(self, spec: ParamSpec | BufferSpec, mesh: Mesh) -> None:
         self.name, self.shape, self.mesh = spec.name, torch.Size(spec.shape), mesh
         self.home = mesh.device  # where the whole was
         self.outside: Outside | None = None  # of a parameter: what it is used for outside of calls
+        self.parameter = self
+        self._of_it: dict[str, Lies] = {}
         self._layouts = layouts_of(spec)
         self._zero = spec.zero_dim if isinstance(spec, ParamSpec) and mesh.shard.size > 1 else None
         self._owner = mesh.pp_ranks((min(spec.stages, default=0),))[0]
@@ -41,6 +49,14 @@ class Lies:
         self.split = bool(cut_over) or len(holders) < mesh.pp.size  # some rank holds less than the whole
         copies = [mesh.axis(name).rank for axis in cut_order() for name in levels_of(axis) if name not in cut_over]
         self.counts = mesh.pp.rank == self._owner and not any(copies)  # of equal elements one rank's count
+
+    def of(self, what: str) -> Lies:
+        """How something of this parameter lies (its gradient, a state of an optimizer): as it does, under a name of its own, so that ranks
+        which gather one the parameter and one its gradient do not meet."""
+        if what not in self._of_it:
+            found = self._of_it[what] = copy.copy(self)
+            found.name, found.outside, found._of_it = f"{what} of {self.name}", None, {}
+        return self._of_it[what]
 
     def alike(self, other: Lies) -> bool:
         """Whether on every rank the part of another tensor, of another parallel module perhaps, is of the same elements."""

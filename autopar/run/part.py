@@ -144,7 +144,7 @@ def copied(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
         return func(plain, *_living_as_long(args[1:], plain))
     if name != "__deepcopy__" or isinstance(x, Part):
         raise TypeError(
-            f"{x._lies.name} (or an optimizer's state of it) is held in parts by several processes, so that it cannot be "
+            f"{x._lies.name} is held in parts by several processes, so that it cannot be "
             f"{'copied as a parameter' if name == '__deepcopy__' else 'pickled'} by itself. Take "
             f"full_state_dict() of the parallel module, which has whole tensors under the names of the original, or write a checkpoint: "
             f"autopar.save(path, model, optimizer)"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from autopar.run import function_names as F
-from autopar.run.elementwise import elementwise, foreach, unscale
+from autopar.run.elementwise import elementwise, foreach, fused, unscale
 from autopar.run.given import DATA, GRAD, note
 from autopar.run.part import AnyPart, Part, PartTensor, alias_of, as_part, copied, is_part, local, memory_of
 from autopar.run.part_gradients import gradients, register_hook, seen_as_itself
@@ -79,6 +79,8 @@ def _by_parts(
         return seen_as_itself(func, first)
     if name.startswith("_foreach_"):
         return foreach(func, name, args, kwargs)
+    if name.startswith("_fused_") and isinstance(first, (list, tuple)):
+        return fused(func, name, args, kwargs)
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         return unscale(func, *args)
     if name in F.ELEMENTWISE or name in F.SCALES_LIKE or name in F.IN_PLACE or name in ("to", "type"):
@@ -109,7 +111,7 @@ def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> 
         if name == "grad":
             with plainly():
                 grad = func(*args)
-            return None if grad is None else as_part(grad, x._lies)
+            return None if grad is None else as_part(grad, x._lies.of("the gradient"))
         if name == "data":
             return alias_of(x)
         if name in F.ATTRIBUTES_OF_THE_SHAPE:
@@ -157,7 +159,7 @@ def _set_data(func: Callable[..., Any], x: AnyPart, value: Tensor) -> None:
         func(x, mine.to(x.device))
     if not is_part(value):
         note(x, DATA, value)
-    elif value._lies is not x._lies:  # type: ignore[attr-defined]
+    elif value._lies.parameter is not x._lies.parameter:  # type: ignore[attr-defined]
         vars(x)[DATA] = memory_of(value)  # type: ignore[arg-type]
 
 

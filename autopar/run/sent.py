@@ -33,6 +33,8 @@ def not_in_parts(lies: Lies, frame: FrameType) -> None:
     """TypeError where torch.distributed is about to send the memory of a part, or of a copy. frame: who asks whether it is complex, as
     torch does of each tensor that it sends."""
     if lies.split and frame.f_globals.get("__name__") == dist.broadcast.__module__:
+        while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension
+            frame = frame.f_back
         raise TypeError(
             f"{lies.name} is held in parts by several processes, and torch.distributed.{frame.f_code.co_name} of this version of torch "
             f"would send this rank's part. Parameters and gradients are the same on all ranks already. Where a collective is needed, call "

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.run import hooks
 from autopar.run.methods import CallsOfMethods
+from autopar.run.part import Part
 
 __all__ = ["StandIn", "has_state_of_its_own", "runs_as_it_is"]
 
@@ -84,6 +85,12 @@ def _into_a_wrapper(module: nn.Module, name: str, submodule: nn.Module | None) -
         for inner in submodule.modules():
             if isinstance(inner, StandIn):
                 inner._refuse_wrapping()
+        for param in submodule.parameters():  # of a list of these alone, too
+            if isinstance(param, Part):
+                raise TypeError(
+                    f"{param._lies.name} is a parameter of a parallel module, which reduces its gradient itself, and each rank may hold a "
+                    f"part of it: DistributedDataParallel would write rank 0's memory to all. Leave it out"
+                )
 
 
 def _with_methods(kind: Any, names: Iterable[str], forward: inspect.Signature) -> type:

@@ -10,7 +10,8 @@ the user's own: an optimizer that has some steps on parts.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ _NUMBERS = ("step", "mu_product", "eta", "mu")  # states of these that are one n
 # by its id: an optimizer, and its parameters and their gradients, which are plain for the time of its step
 _open: dict[int, tuple[Optimizer, list[Any], list[Any]]] = {}
 _hooked = False
+# by its id: a parameter of what was compiled and not called since, and the name of its model
+_not_called: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
 
 
 def hook_optimizers() -> None:
@@ -53,19 +56,24 @@ def hook_optimizers() -> None:
 def tell_of_steps(param: nn.Parameter, model: str) -> Callable[[], None]:
     """Warn, once, where an optimizer steps on this parameter with a gradient, before what is returned is called: the first call of what was
     compiled, without which every process trains the whole model for itself."""
+    hook_optimizers()
+    key = id(param)
+    _not_called[key] = weakref.ref(param, lambda _: _not_called.pop(key, None)), model
+    return lambda: _not_called.pop(key, None) and None
 
-    def step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if param.grad is not None and any(p is param for group in optimizer.param_groups for p in group["params"]):
-            handle.remove()
-            warnings.warn(
-                f"an optimizer steps on {model}, which autopar has compiled, and which was not called since: every process trains all of "
-                f"it for itself. Call what autopar.compile has returned with the batch, not the original, its forward or its submodules; "
-                f"or let a method of the model that is called there call self(...)",
-                stacklevel=users_level(),
-            )
 
-    handle = register_optimizer_step_pre_hook(step)
-    return handle.remove
+def _tell(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            known = _not_called.get(id(param))
+            if known is not None and known[0]() is param and isinstance(param, nn.Parameter) and param.grad is not None:
+                model = _not_called.pop(id(param))[1]
+                warnings.warn(
+                    f"an optimizer steps on {model}, which autopar has compiled, and which was not called since: every process trains all "
+                    f"of it for itself. Call what autopar.compile has returned with the batch, not the original, its forward or its "
+                    f"submodules; or let a method of the model that is called there call self(...)",
+                    stacklevel=users_level(),
+                )
 
 
 def close_steps() -> None:
@@ -76,10 +84,13 @@ def close_steps() -> None:
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     close_steps()
+    if _not_called:
+        _tell(optimizer)
     record.phase(record.OPTIMIZER)
     params: list[Any] = [p for group in optimizer.param_groups for p in group["params"] if type(p) is Part]
     if not params:
         return None
+    _not_of_whole_ones(optimizer, params)
     check_given((lies_of(param).name, param) for param in params)
     note_written("step", type(optimizer).__name__, _settings(optimizer))
     if not _is_elementwise(type(optimizer)) or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -112,6 +123,17 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
             open_()
 
     return (optimizer, with_parts), {k: v for k, v in kwargs.items() if k != "closure"}
+
+
+def _not_of_whole_ones(optimizer: Optimizer, params: Iterable[Any]) -> None:
+    """TypeError for torch.distributed's optimizer that has each rank step on other parameters, and sends their memory to all."""
+    if any(kind.__module__ == "torch.distributed.optim.zero_redundancy_optimizer" for kind in type(optimizer).__mro__):
+        for param in params:
+            if lies_of(param).split:
+                raise TypeError(
+                    f"{type(optimizer).__name__} has one rank step on each parameter, and {lies_of(param).name} is held in parts by "
+                    f"several. Use the optimizer that it wraps: pins={{'zero': 1}} has autopar keep states in parts"
+                )
 
 
 def _settings(optimizer: Optimizer) -> list[Any]:
@@ -159,7 +181,7 @@ def _state_to_plain(optimizer: Optimizer, params: list[Any]) -> None:
         lies, state = lies_of(param), optimizer.state.get(param, {})
         for name, value in tuple(state.items()):
             kind = type(value)
-            if kind is PartTensor and lies_of(value) is lies:
+            if kind is PartTensor and lies_of(value) is lies.of(name):
                 value.__class__ = Tensor
             elif kind is PartTensor or (kind is Tensor and lies.split and value.shape == lies.shape and _of_elements(name, value)):
                 state[name] = cut_as(value, lies)
@@ -174,7 +196,7 @@ def _state_to_parts(optimizer: Optimizer, params: list[Any]) -> None:
         here = param.shape
         for name, value in optimizer.state.get(param, {}).items():
             if type(value) is Tensor and value.shape == here and _of_elements(name, value):
-                as_part(value, lies)
+                as_part(value, lies.of(name))
 
 
 def _of_elements(name: str, value: Tensor) -> bool:

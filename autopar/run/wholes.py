@@ -77,8 +77,8 @@ def on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
     """Collective: the function of whole tensors. What it writes to a part goes back into the parts, as rank 0 has written it."""
     out = kwargs.get("out")
     written: Any = out if is_part(out) else args[0] if args and writes(name) else None
-    if isinstance(written, (list, tuple)):
-        written = next((x for x in written if is_part(x)), None)
+    if isinstance(written, (list, tuple)):  # and perhaps to further lists behind it
+        return _on_lists(func, args, kwargs)
     if name in F.VIEWS and is_part(args[0] if args else None) and not any(map(is_part, pytree.tree_leaves((args[1:], kwargs)))):
         return view(func, args[0], args[1:], kwargs)
     if not is_part(written):
@@ -107,6 +107,26 @@ def on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
         target = whole[1]["out"] if written is out else target_of(whole[0])
         write_whole(local(written), lies, of_shape(target, lies))
     return out if written is out else args[0]
+
+
+def _on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of lists of tensors, some of which it writes to in place: they go back into the parts. Functions of lists may not count writes."""
+    known: dict[int, tuple[AnyPart, Tensor]] = {}
+
+    def whole(x: AnyPart) -> Tensor:
+        if id(x) not in known:
+            known[id(x)] = x, fresh(x)
+        return known[id(x)][1]
+
+    with plainly():
+        if torch.is_grad_enabled() and any(x.requires_grad for x in pytree.tree_leaves(args[0]) if isinstance(x, Tensor)):
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    with torch.no_grad():
+        given = pytree.tree_map_only(Parted, whole, (args, kwargs), is_leaf=_is_size)
+        found = func(*given[0], **given[1])
+        for x, copy in known.values():
+            write_whole(local(x), x._lies, copy)
+    return found
 
 
 def target_of(args: tuple[Any, ...]) -> Any:
