@@ -130,6 +130,38 @@ def test_what_a_function_of_lists_writes_is_written_to_all_of_them(pair: WorkerP
             torch.testing.assert_close(found[name], p.detach() - 0.1 * moved)
 
 
+def whitened(g: Tensor) -> Tensor:
+    """As Muon has it: a few steps towards the orthogonal matrix that is nearest."""
+    x = g.float() / (g.norm() + 1e-7)
+    for _ in range(2):
+        x = 1.5 * x - 0.5 * x @ x.T @ x
+    return x
+
+
+def by_compiled_functions(pins: dict[str, int]) -> dict[str, Tensor]:
+    """A step in which torch.compile has made what an optimizer is written with."""
+    module, batches = parallel(pins)
+    orthogonal = torch.compile(whitened, backend="eager")
+    module(*batches[0]).backward()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(orthogonal(p.grad) if p.dim() == 2 else p.grad, alpha=-0.1)
+    return module.full_state_dict()
+
+
+@pytest.mark.parametrize("plan", ["tp", "zero", "pipeline"])
+def test_compiled_functions_of_an_optimizer_are_given_parts(pair: WorkerPool, plan: str) -> None:
+    model, batches = built()
+    model(*batches[0]).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            assert p.grad is not None
+            p.add_(whitened(p.grad) if p.dim() == 2 else p.grad, alpha=-0.1)
+    for found in pair.run(by_compiled_functions, PINS[plan]):
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(found[name], p.detach())
+
+
 # ------------------------------------------------------------------------------------------------------------- wrappers
 def refused(pins: dict[str, int], what: str) -> str:
     module, batches = parallel(pins)

@@ -37,25 +37,9 @@ class Outside:
         self._used: dict[str, int] = {}  # elements, by name
         self._told = False
 
-    def used(self, lies: Lies) -> None:
-        """A parameter was made whole for what has gradients. A warning, once, where that is so of many."""
-        if self._told or record.computes() or not torch.is_grad_enabled():
-            return
-        self._used[lies.name] = lies.shape.numel()
-        trained = [p for p in self._params.values() if p.requires_grad]
-        if sum(self._used.values()) < MUCH * sum(p.shape.numel() for p in trained):
-            return
-        self._told = True
-        if self._mesh.rank == 0:
-            warnings.warn(
-                f"{len(self._used)} of {len(trained)} parameters of {self._model} are used outside of its calls: every rank gathers each "
-                f"of them, and does all of that work. If it is the model's forward (a method that calls self.forward(...), a submodule by "
-                f"itself), call the model instead, or let the method call self(...): that runs as it was planned",
-                stacklevel=users_level(),
-            )
-
     def check(self, lies: Lies, grad: Tensor) -> None:
-        """Collective: LaunchError where a parameter that every rank has used for the same work has another gradient on another rank."""
+        """Collective: LaunchError where a parameter that every rank has used for the same work has another gradient on another rank. A
+        warning, once, where many parameters are used so."""
         if not self._mesh.talks or record.computes() or not grad.numel():
             return
         done_by_every_rank("compare the gradients of", lies.name)
@@ -71,11 +55,30 @@ class Outside:
                     f"self.forward(...), a submodule by itself) on each rank's part of the batch, call the model instead: gradients of its "
                     f"calls alone are brought together. Else make every rank compute the same: of the same data, with the same seed"
                 )
+        self._tell(lies)
+
+    def _tell(self, lies: Lies) -> None:
+        if self._told:
+            return
+        self._used[lies.name] = lies.shape.numel()
+        trained = [p for p in self._params.values() if p.requires_grad]
+        if sum(self._used.values()) < MUCH * sum(p.shape.numel() for p in trained):
+            return
+        self._told = True
+        if self._mesh.rank == 0:
+            warnings.warn(
+                f"{len(self._used)} of {len(trained)} parameters of {self._model} have gradients of what is outside of its calls: every "
+                f"rank gathers each of them for it, and does all of that work. If it is the model's forward (a method that calls "
+                f"self.forward(...), a submodule by itself), call the model instead, or let the method call self(...): that runs as it "
+                f"was planned",
+                stacklevel=users_level(),
+            )
 
 
 def _alike(a: list[float], b: list[float], within: float) -> bool:
     """Two gradients, by a sum of their elements of both signs, and the sum of their absolute values."""
-    if not all(map(math.isfinite, (*a, *b))):
-        return True  # what overflows is skipped or stopped by what looks for that
+    finite = [[math.isfinite(x) for x in one] for one in (a, b)]
+    if not all(map(all, finite)):  # what overflows on all is for those who look for that
+        return finite[0] == finite[1]
     size = max(a[1], b[1])
     return abs(a[0] - b[0]) <= within * size and abs(math.asinh(a[1] / SMALL) - math.asinh(b[1] / SMALL)) <= within

@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.run import hooks
 from autopar.run.methods import CallsOfMethods
-from autopar.run.part import Part
+from autopar.run.part import Part, PartTensor
+from autopar.run.views import Gathered
 
 __all__ = ["StandIn", "has_state_of_its_own", "runs_as_it_is"]
 
@@ -69,9 +70,11 @@ def _has_its_own(model: nn.Module, name: str) -> bool:
 @functools.cache
 def _leave_parts_alone() -> None:
     """Nor the functions of this package that torch calls itself: hooks, and the torch functions of parts, whose shapes are not those of
-    their memory."""
+    their memory. What a compiled function of the user's (an optimizer's) does with parts breaks its graph, and runs as it is written."""
     trace_rules = importlib.import_module("torch._dynamo.trace_rules")
     trace_rules.add("autopar.run")
+    config: Any = importlib.import_module("torch._dynamo.config")
+    config.nontraceable_tensor_subclasses = {*config.nontraceable_tensor_subclasses, Part, PartTensor, Gathered}
 
 
 @functools.cache

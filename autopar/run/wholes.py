@@ -47,8 +47,6 @@ def whole_of(x: AnyPart) -> Tensor:
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return fresh(x)
-    if x._lies.outside is not None and in_graph(x).requires_grad:
-        x._lies.outside.used(x._lies)
     found: Tensor = Whole.apply(in_graph(x), x._lies)
     return found
 
