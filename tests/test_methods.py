@@ -165,6 +165,34 @@ def test_methods_are_those_of_the_original_and_leave_nothing_behind(pair: Worker
         torch.testing.assert_close(found.copied, model(*batches[0]).detach())
 
 
+class Critic(Net):
+    def penalty(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self(x, y) + 0.1 * self.penalty(x)
+
+
+def differentiated_again() -> dict[str, Tensor]:
+    _, batches = built()
+    torch.manual_seed(0)
+    module = autopar.compile(Critic(), 2, example_inputs=batches[0], pins={"tp": 2})
+    module.loss(*batches[0]).backward()
+    return module.full_gradients()
+
+
+def test_a_model_that_differentiates_gradients_again_does_so_by_itself(pair: WorkerPool) -> None:
+    _, batches = built()
+    torch.manual_seed(0)
+    model = Critic()
+    model.loss(*batches[0]).backward()
+    for grads in pair.run(differentiated_again):
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(grads[name], param.grad)
+
+
 class Pair(NamedTuple):
     """What a model returns beside its loss."""
 

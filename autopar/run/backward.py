@@ -35,7 +35,8 @@ def _refuse(gradients: object) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "gradients were asked for with create_graph=True, to be differentiated again: the parallel module gives first gradients "
-            "alone. Take such a term from differences (a second call on shifted inputs), or train the original without compile"
+            "alone. Take such a term from differences (a second call on shifted inputs), make it of a call of the original's forward "
+            "(model.original.forward(...)), which every rank computes whole, or train the original without compile"
         )
     if gradients is None:
         raise RuntimeError(

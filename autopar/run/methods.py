@@ -1,7 +1,8 @@
 """Methods of the user's model that call it (`fit`, `training_step`): called on what stands for the model, their calls run as planned.
 
 Where torch looks for what `nn.Module.compile` has made of a call, of the one module, stands for the time of such a method what runs the
-call instead. A call of `self.forward` alone, or of a submodule, is not seen so (`outside` is about those).
+call instead. A call of `self.forward` alone, or of a submodule, is not seen so (`outside` is about those). A model with a method that
+differentiates gradients again, which a planned call cannot, is left to do all of it by itself.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class CallsOfMethods:
         """The attribute of the original; of a method of the user's, one under which calls of the original are run so."""
         function = getattr(attribute, "__func__", None)
         own = isinstance(attribute, types.MethodType) and attribute.__self__ is self._original
-        if not own or not isinstance(function, types.FunctionType):
+        if not own or not isinstance(function, types.FunctionType) or self._differentiates_twice:
             return attribute
         if function.__module__.startswith("torch.") or inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             return attribute
@@ -61,7 +62,7 @@ class CallsOfMethods:
     def under_way(self) -> Iterator[None]:
         """Inside, a call of the original with gradients is one of what stands for it."""
         there = self._original.__dict__
-        if there.get(_PLACE) is not None:  # it is so already, or torch.compile's
+        if there.get(_PLACE) is not None or self._differentiates_twice:  # it is so already, or torch.compile's
             yield
             return
         there[_PLACE] = self._call
@@ -86,8 +87,23 @@ class CallsOfMethods:
             return self._stand_in(*args, **kwargs)
         return self._original._call_impl(*args, **kwargs)
 
+    @functools.cached_property
+    def _differentiates_twice(self) -> bool:
+        """Whether code of the model's classes names the argument by which torch is asked for that."""
+        kinds = [kind for kind in type(self._original).__mro__ if not kind.__module__.startswith("torch.")]
+        members = (getattr(value, "__func__", value) for kind in kinds for value in vars(kind).values())
+        functions = (inspect.unwrap(member) for member in members if callable(member))
+        return any(_names(function.__code__, "create_graph") for function in functions if isinstance(function, types.FunctionType))
+
     def tell(self, text: str) -> None:
         """A warning, once."""
         if text not in self._told:
             self._told.add(text)
             warnings.warn(f"{type(self._original).__name__} {text}", stacklevel=users_level())
+
+
+def _names(code: types.CodeType, word: str) -> bool:
+    """Whether code, or a function that it makes, has a name, or a keyword of a call."""
+    inside = [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    keywords = (word in x for x in code.co_consts if isinstance(x, tuple))
+    return word in code.co_names or any(keywords) or any(_names(one, word) for one in inside)

@@ -43,7 +43,7 @@ class Outside:
         if not self._mesh.talks or record.computes() or not grad.numel():
             return
         done_by_every_rank("compare the gradients of", lies.name)
-        numbers = torch.stack([x.double() for x in numbers_of_all(grad)])
+        numbers = torch.stack([x.double() for x in numbers_of_all(grad.detach())])
         every: list[list[float]] = [one.tolist() for one in comm.all_gather(numbers, self._mesh.everyone)]
         within = ROUNDING.get(grad.dtype, 0.0)
         first = every[0]

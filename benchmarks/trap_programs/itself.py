@@ -237,6 +237,23 @@ def fit_by_closures_with_a_term_of_weights(compile: Compile) -> Results:
     return {"losses": model.fit(sgd(model), 2), "state": state(model)}
 
 
+class _Critic(Logits):
+    def penalty(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean()
+
+    def loss_of(self, given: tuple[Tensor, Tensor], index: int) -> Tensor:
+        return F.cross_entropy(self(given[0]), given[1]) + 0.1 * self.penalty(given[0])
+
+
+@program(KIND)
+def penalty_of_gradients_in_a_method(compile: Compile) -> Results:
+    """A term of the norm of the gradient by the input, which is differentiated again, in a method that another method calls."""
+    model = compile(seeded(_Critic))
+    return {"losses": steps_of(model, model.loss_of), "state": state(model)}
+
+
 @program(KIND)
 def gradients_of_several_calls_without_sync(compile: Compile) -> Results:
     """As loops for DistributedDataParallel add up gradients: `no_sync`, where the model has it."""
