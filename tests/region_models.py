@@ -134,6 +134,32 @@ class Shared(nn.Module):
         return F.cross_entropy(self.head(x + self.select(self.select(x))).flatten(0, 1), y.flatten())
 
 
+class Tied(nn.Module):
+    """What no graph holds has a parameter under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Tied()
+
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.inner(ids).flatten(0, 1), y.flatten())
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.mix, self.head = nn.Embedding(CLASSES, HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, CLASSES)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        padding: Tensor | None = ids == 0
+        assert padding is not None
+        if not padding.any():
+            padding = None
+        x = torch.tanh(self.mix(self.tokens(ids)))
+        return self.head(x if padding is None else x.masked_fill(padding.unsqueeze(-1), 0.0))
+
+
 class Cut(nn.Module):
     """Its outermost forward asks for a value."""
 

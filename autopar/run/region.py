@@ -87,7 +87,7 @@ class Region:
             named = zip(self.state, state, strict=True)
             noted = {f"module.{name}": self._noted(t, within(self.path, name)) for name, t in named}
             with under(self.autocast), without_checkpointing(), as_one_process():
-                returned = functional_call(_Forward(self.module), noted, args, kwargs)
+                returned = functional_call(_Forward(self.module), noted, args, kwargs, tie_weights=False)  # each name is in the state
         finally:
             for m, mode in zip(modules, before, strict=True):
                 m.training = mode
