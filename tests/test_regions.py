@@ -30,7 +30,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]
     "mixture": (m.Mixture, m.tokens), "graph": (m.Graph, m.nodes), "speech": (m.Speech, m.speech), "shared": (m.Shared, m.tokens),
     "careful": (lambda: m.Mixture(careful=True), m.tokens), "adversarial": (m.Adversarial, m.tokens),
     "reversed": (lambda: m.Adversarial(itself=True), m.tokens), "functions": (m.Functions, m.tokens),
-    "tied": (m.Tied, m.tokens),
+    "tied": (m.Tied, m.tokens), "caching": (m.Caching, m.tokens),
 }  # fmt: skip
 pure, gloo = pytest.mark.pure, pytest.mark.gloo
 
@@ -51,7 +51,7 @@ def regions(found: Captured) -> list[Op]:
         ("mixture", ["layers.0.routed", "layers.1.routed"], (0,)), ("graph", ["passes.0", "passes.1"], ()), ("speech", ["merge"], ()),
         ("shared", ["select", "select"], (0,)), ("adversarial", ["inner", "reversal._Reversed"], (0,)),
         ("reversed", ["inner", "_Reversed"], (0,)), ("functions", [*(f"layers.{k}._Sine" for k in range(3)), "_Linear"], (0,)),
-        ("tied", ["inner"], (0,)),
+        ("tied", ["inner"], (0,)), ("caching", ["inner"], (0,)),
     ],
 )  # fmt: skip
 def test_the_smallest_submodule_is_one_operator(name: str, paths: list[str], rows: tuple[int, ...]) -> None:
@@ -429,7 +429,7 @@ def test_regions_are_verified_in_evaluation_too(workers: WorkerPool) -> None:
 @pytest.mark.parametrize("pins", PLANS, ids=str)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_equals_the_original(name: str, pins: dict[str, Any], workers: WorkerPool) -> None:
-    if pins.get("micro_batches") and name in ("graph", "speech", "tied"):
+    if pins.get("micro_batches") and name in ("graph", "speech", "tied", "caching"):
         pytest.skip("one graph, frames counted over the batch, and what asks all samples are not split into micro-batches")
     if pins.get("recompute") and name not in ("mixture", "careful"):
         pytest.skip("nothing repeats")

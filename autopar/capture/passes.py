@@ -28,7 +28,6 @@ from autopar.capture.causal import with_known_masks
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
 from autopar.capture.effects import changed_in_place
-from autopar.capture.export import without_key_value_cache
 from autopar.capture.fewer import captured_and_compared
 from autopar.capture.functionalize import functionalize
 from autopar.capture.guards import Guards
@@ -65,6 +64,7 @@ from autopar.ir import Input, Op, Program, TensorType, refs
 from autopar.run.autocast import Autocast
 from autopar.run.checkpointed import functions_called
 from autopar.run.inputs import Arguments, arguments_of, check_attributes, given_as, not_dense
+from autopar.run.key_values import without_key_value_cache
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.region import REGION, Applied, Region
