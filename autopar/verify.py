@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import LOWER_PRECISIONS, Captured, capture, in_float64, lift_to_float64, to_float64
 from autopar.capture.export import loss_of
+from autopar.capture.made import in_the_state
 from autopar.capture.source import first_line
 from autopar.capture.trace import leaf_path
 from autopar.compare import finite, unequal, worst
@@ -153,6 +154,7 @@ def reference(
         original = _Original(model, batches, loss, draws=bool(drawn_names(captured)))
         losses = []
         state = (*model.named_parameters(), *model.named_buffers())
+        began = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         odd = next((name for name, t in state if t.is_floating_point() and not t.isfinite().all()), "")
         for k in range(steps):
             if asked := captured.answers.changed_of(model):
@@ -165,7 +167,12 @@ def reference(
                 raise VerificationError(_not_a_number(model, odd, k, losses[-1]))
         parameters = _cloned(dict(model.named_parameters(remove_duplicate=False)))
         frozen = {name: parameters[name] for name in captured.program.written_parameters}
-        buffers = frozen | _cloned(dict(model.named_buffers(remove_duplicate=False)))
+        held = dict(model.named_buffers(remove_duplicate=False))
+        caches = held.keys() - began - in_the_state(model)
+        if caches:
+            said = f"{', '.join(sorted(caches)[:3])}{' and others' if len(caches) > 3 else ''}"
+            notes = (*notes, f"buffers that calls make, and no state_dict holds, are not compared: {said}")
+        buffers = frozen | _cloned({name: b for name, b in held.items() if name not in caches})
         later_losses = []
         for call in calls:
             try:

@@ -134,6 +134,63 @@ class Shared(nn.Module):
         return F.cross_entropy(self.head(x + self.select(self.select(x))).flatten(0, 1), y.flatten())
 
 
+class Tied(nn.Module):
+    """What no graph holds has a parameter under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Tied()
+
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.inner(ids).flatten(0, 1), y.flatten())
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.mix, self.head = nn.Embedding(CLASSES, HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, CLASSES)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        padding: Tensor | None = ids == 0
+        assert padding is not None
+        if not padding.any():
+            padding = None
+        x = torch.tanh(self.mix(self.tokens(ids)))
+        return self.head(x if padding is None else x.masked_fill(padding.unsqueeze(-1), 0.0))
+
+
+class CachingConfig:
+    use_cache = True
+
+
+class Caching(nn.Module):
+    """What no graph holds returns keys too where its configuration says so, as decoders of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = CachingConfig()
+        self.config.use_cache = True
+        self.inner, self.head = _Caching(self.config), nn.Linear(HIDDEN, CLASSES)
+
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.inner(ids)[0]).flatten(0, 1), y.flatten())
+
+
+class _Caching(nn.Module):
+    def __init__(self, config: CachingConfig) -> None:
+        super().__init__()
+        self.config, self.tokens, self.mix = config, nn.Embedding(CLASSES, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+        padding = ids == 0
+        x = self.tokens(ids)
+        if padding.any():
+            x = x.masked_fill(padding.unsqueeze(-1), 0.0)
+        keys = self.mix(x)
+        return (torch.tanh(keys), keys.detach()) if self.config.use_cache else (torch.tanh(keys),)
+
+
 class Cut(nn.Module):
     """Its outermost forward asks for a value."""
 

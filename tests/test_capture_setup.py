@@ -74,6 +74,28 @@ class Begins(Asking):
         return 2 * x if begins else x
 
 
+class Named(Asking):
+    """Has a buffer under the name of a plain attribute too, as rotary tables of transformers 4 have. moves: to another in each call."""
+
+    moves = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(4))
+        self.register_buffer("other", torch.zeros(4))
+        self.known = [self.table, self.other]
+        self.first = self.table
+
+    def computed(self, x: Tensor) -> Tensor:
+        if self.moves:
+            self.first = self.known[1]
+        return x * self.table
+
+
+class Moves(Named):
+    moves = True
+
+
 COMPUTED = ["aten.linear.default", "aten.square.default", "aten.mean.default"]
 
 
@@ -96,3 +118,14 @@ def test_what_the_first_call_alone_sets_up_is_no_obstacle(kind: type[Asking]) ->
 def test_what_goes_on_or_counts_for_the_first_call_alone_is_refused(kind: type[Asking]) -> None:
     with pytest.raises(CaptureError, match=r"each call of \w+ changes kind"):
         on_meta(kind)
+
+
+def test_a_buffer_under_two_names_is_no_change() -> None:
+    with torch.device("meta"):
+        model = Named()
+    captured = capture(model, (torch.zeros(2, 4, device="meta"),))
+    assert "table" in [b.fqn for b in captured.program.buffers] and model.first is model.table
+    with torch.device("meta"):
+        moves = Moves()
+    with pytest.raises(CaptureError, match="changes first"):
+        capture(moves, (torch.zeros(2, 4, device="meta"),))

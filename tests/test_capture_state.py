@@ -40,7 +40,7 @@ class Model(nn.Module):
         self.register_buffer("other", torch.ones(DIM))
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("table_of_keys", torch.arange(2.0 * BATCH * DIM).reshape(2 * BATCH, DIM))
-        self.register_buffer("lazy", None)
+        self.register_buffer("lazy", None, persistent=False)  # of the state_dict: test_made.py
         self.plain = torch.zeros(DIM)
         self.count, self.flag, self.history, self.table = 0, False, [1.0], {"a": 1}
         self.options = SimpleNamespace(deep=SimpleNamespace(calls=0))

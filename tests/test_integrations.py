@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,25 @@ def _accelerated(pins: dict[str, Any]) -> dict[str, Any]:
         "said": said, "order": order, "same": prepared[0] is model, "unwrapped": type(accelerator.unwrap_model(model)).__name__,
         "state": sorted(accelerator.get_state_dict(model)), "count": accelerator.num_processes, "main": accelerator.is_main_process,
     }  # fmt: skip
+
+
+def test_methods_of_other_releases_are_given_what_they_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from autopar.integrations.accelerate import AutoparAccelerator
+
+    model = nn.Linear(2, 2)
+    monkeypatch.setattr(Accelerator, "unwrap_model", lambda self, model, keep_fp32_wrapper=True: (model, keep_fp32_wrapper))
+    accelerator: Any = AutoparAccelerator(cpu=True)
+    assert accelerator.unwrap_model(model) == (model, True) and accelerator.unwrap_model(model, False) == (model, False)
+    strategies = pytest.importorskip("lightning.pytorch.strategies", reason="the extra tools is not installed")
+
+    from autopar.integrations.lightning import AutoparStrategy
+
+    strategy: Any = AutoparStrategy("model")
+    for load, options in ((lambda self, path: path, {}), (lambda self, path, weights_only=None: path, {"weights_only": False})):
+        monkeypatch.setattr(strategies.Strategy, "load_checkpoint", load)
+        assert strategy.load_checkpoint(tmp_path, **options) == tmp_path
 
 
 @pytest.fixture(scope="module")

@@ -137,6 +137,25 @@ def test_a_loss_outside_of_the_model_and_evaluation_before_training(pair: Worker
         assert_same(found, expected)
 
 
+def evaluated(folder: str) -> float:
+    """The loss of samples of which the Trainer counts no labels, as in other releases of transformers."""
+    kept = Trainer._get_num_items_in_batch
+    args = TrainingArguments(output_dir=folder, per_device_eval_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True)
+    trainer = AutoparTrainer(model(), args, eval_dataset=data(8, 2), compile_options={"pins": PLANS["dp2"], "cluster": "cpu"})
+    del Trainer._get_num_items_in_batch
+    try:
+        return float(trainer.evaluate()["eval_loss"])
+    finally:
+        Trainer._get_num_items_in_batch = kept
+
+
+def test_evaluation_where_the_trainer_counts_no_labels(pair: WorkerPool, tmp_path: Path) -> None:
+    samples = data(8, 2)
+    batches = [{k: torch.stack([x[k] for x in part]) for k in part[0]} for part in (samples[:4], samples[4:])]
+    expected = sum(float(model()(**one).loss.detach()) for one in batches) / 2  # each batch's mean over its own labels
+    assert pair.run(evaluated, str(tmp_path), timeout_s=300) == pytest.approx([expected] * 2, rel=1e-6)
+
+
 def predicted(folder: str, pins: dict[str, Any] | None) -> tuple[np.ndarray, float]:
     """Of five samples with labels, after a step by which the model was compiled to return its loss alone."""
     args = TrainingArguments(

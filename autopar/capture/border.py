@@ -20,7 +20,7 @@ from autopar.capture.answers import NONE, Answers
 from autopar.capture.around import as_called
 from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing, seeded
 from autopar.capture.export import FAILURES, HOOK, End, Step, as_exported, export, objective_of, own_gradients
-from autopar.capture.held import ABSENT, Opaque, describe
+from autopar.capture.held import ABSENT, REGISTERED, Held, Opaque, child, describe
 from autopar.capture.hidden import Hidden
 from autopar.capture.left import Left
 from autopar.capture.reach import LruCache
@@ -69,7 +69,7 @@ def traced(
     try:
         with own_gradients() as unseen, drawn_outside() as drawn:
             exported = export(step, *inputs, hidden)
-        changes = tuple(c for c in start.changes(ends[-1].state) if not _stands_in(c))
+        changes = tuple(c for c in start.changes(ends[-1].state) if not (_stands_in(c) or _stands_still(c, start)))
         if not generators.same(random):  # a trace draws nothing
             raise CaptureError(
                 f"the forward of {type(model).__name__} sets the seed of torch's generator, so that every call draws the same numbers\n"
@@ -88,6 +88,19 @@ def traced(
 def _stands_in(change: Change) -> bool:
     """Whether the change is that of a region's forward for the time of the trace."""
     return bool(getattr(getattr(change.after, "value", change.after), "stands_in", False))
+
+
+def _stands_still(change: Change, start: State) -> bool:
+    """Whether an attribute holds the parameter or buffer that it held, for which another tensor stood in the registry for the time of the
+    trace."""
+    if change.before is not REGISTERED:
+        return False
+    pairs = ((held, held.items.items() if isinstance(held.items, dict) else enumerate(held.items)) for held in start.held if _lists(held))
+    return any(value is change.after and child(held, key) == change.path for held, items in pairs for key, value in items)
+
+
+def _lists(held: Held) -> bool:
+    return isinstance(held.items, dict | tuple)
 
 
 def _clear_traced(caches: list[Any]) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from autopar.capture.export import FAILURES, left_at, objective_of
 from autopar.capture.follow import storage_of
 from autopar.capture.held import ABSENT, Opaque, Shape
 from autopar.capture.left import Left, left_by
+from autopar.capture.made import in_the_state, made_of
 from autopar.capture.once import Followed, numbers_once, refuse_once
 from autopar.capture.said import Said
 from autopar.capture.source import first_line
@@ -62,8 +63,8 @@ class Call:
 class Calls:
     """calls: in order. settled: what the first call changed and the second left. written: what each call replaces by a new tensor
     and none reads before that. counted: numbers to which each call adds, and which none reads. left: what a call leaves of all three.
-    set_back: the buffers that were given their first values again before the second call, so that it was answered as the first was. said:
-    what each prints and logs."""
+    set_back: the buffers that were given their first values again before the second call, so that it was answered as the first was. made:
+    those of `settled` that are buffers of the state_dict, by name. said: what each prints and logs."""
 
     calls: tuple[Call, ...]
     settled: tuple[Change, ...]
@@ -71,6 +72,7 @@ class Calls:
     counted: tuple[str, ...]
     left: Left
     set_back: frozenset[str] = frozenset()
+    made: Mapping[str, torch.Tensor] = field(default_factory=dict)
     said: tuple[Sequence[Said], ...] = ((), ())
 
 
@@ -185,6 +187,7 @@ def call_twice(
             del moved[count.path]
         written = refuse_changing(type(model).__name__, list(moved.values()), read, given=outputs)
         left = left_by(start, first, written, traced, counts)
+        made_here = made_of(settled, in_the_state(model))
     once = [c.path for c in settled if isinstance(c.after, torch.Tensor)]
     once += [name for name, was in writes[0].items() if writes[1][name] != was and writes[1][name] == writes[2][name]]
     once += [name for name in frozen if name in into[0] and name not in into[1]]
@@ -192,7 +195,7 @@ def call_twice(
     refuse_once(type(model).__name__, [*numbers_once(settled, traced, start), *computed])
     return Calls(
         calls=tuple(calls), settled=settled, written=written, counted=tuple(c.path for c in counts), left=left, set_back=set_back,
-        said=tuple(said),
+        made=made_here, said=tuple(said),
     )  # fmt: skip
 
 

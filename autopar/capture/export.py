@@ -34,7 +34,7 @@ from autopar.run.outputs import Returned, check_seen, found_in, taken_apart
 
 __all__ = [
     "FAILURES", "HOOK", "PREFIX", "End", "Step", "as_exported", "each_output", "export", "left_at", "loss_of", "objective_of",
-    "own_gradients", "quiet", "without_key_value_cache",
+    "own_gradients", "quiet",
 ]  # fmt: skip
 
 HOOK = "the hook "  # begins the name of one
@@ -298,31 +298,6 @@ def quiet() -> Iterator[None]:
     finally:
         for logger, disabled in zip(loggers, before):
             logger.disabled = disabled
-
-
-@contextlib.contextmanager
-def without_key_value_cache(model: nn.Module) -> Iterator[None]:
-    """Inside, Hugging Face configs have use_cache=False."""
-    configs = list({id(c): c for m in model.modules() for c in _configs(getattr(m, "config", None))}.values())
-    caching = [c for c in configs if c.use_cache]
-    try:
-        for config in caching:
-            config.use_cache = False
-        yield
-    finally:
-        for config in caching:
-            config.use_cache = True
-
-
-def _configs(config: object, depth: int = 3) -> Iterator[Any]:
-    """A config object that can switch a key-value cache on, and those it contains."""
-    if config is None or depth == 0 or not hasattr(config, "__dict__"):
-        return
-    if isinstance(getattr(config, "use_cache", None), bool):
-        yield config
-    for value in list(vars(config).values()):
-        if hasattr(value, "__dict__") and type(value).__name__.endswith("Config"):
-            yield from _configs(value, depth - 1)
 
 
 def _explain(model: nn.Module, error: BaseException) -> str:

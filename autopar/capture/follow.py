@@ -94,8 +94,8 @@ class Registries:
             for name in dict.fromkeys((*now, *before)):
                 if now.get(name) is not before.get(name):
                     raise CaptureError(
-                        f"the forward replaces the {what} {prefix}{name}\n  what to do: do so before compiling the model, and let the "
-                        f"forward compute with what is there"
+                        f"the forward replaces the {what} {prefix}{name}\n  what to do: do so before compiling the model (where the first "
+                        f"call alone does, call the model once), and let the forward compute with what is there"
                     )
         for name in _trained(module) ^ registry.trained:
             raise CaptureError(

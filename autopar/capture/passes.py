@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from autopar.capture.causal import with_known_masks
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
 from autopar.capture.effects import changed_in_place
-from autopar.capture.export import without_key_value_cache
 from autopar.capture.fewer import captured_and_compared
 from autopar.capture.functionalize import functionalize
 from autopar.capture.guards import Guards
@@ -39,6 +38,7 @@ from autopar.capture.infer import Inference, Meta
 from autopar.capture.instances import NotRepeated, StandIns
 from autopar.capture.islands import with_islands
 from autopar.capture.labels import labels_in_rows
+from autopar.capture.made import holding
 from autopar.capture.normalise import (
     as_reshapes,
     drops_randomness,
@@ -64,6 +64,7 @@ from autopar.ir import Input, Op, Program, TensorType, refs
 from autopar.run.autocast import Autocast
 from autopar.run.checkpointed import functions_called
 from autopar.run.inputs import Arguments, arguments_of, check_attributes, given_as, not_dense
+from autopar.run.key_values import without_key_value_cache
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.region import REGION, Applied, Region
@@ -83,6 +84,7 @@ class Captured:
     forward returns, in words; '' for the loss alone. returned: the same with everything in it, where it was asked for. autocast: what
     of torch.autocast was on around the call; the casts that it makes are in the program. answers: what the forward asked of the model's
     own parameters and buffers, for which the program holds. given: places at which the program could give the tensors that a call leaves.
+    made: buffers of the state_dict that the first call makes, by name, where the program does not hold them.
     """
 
     program: Program
@@ -96,6 +98,7 @@ class Captured:
     autocast: tuple[Autocast, ...] = ()
     answers: Answers = NONE
     given: tuple[str, ...] = ()
+    made: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def capture(
@@ -126,9 +129,16 @@ def capture(
     example = _beside(model, arguments_of(example_inputs))
 
     asked_of = given_as(example_inputs)
-    once = functools.partial(
+    at_once = functools.partial(
         _captured, model, loss=loss, outputs=outputs, dtype=dtype, written=written, trains=trains, sizes=sizes, asked_of=asked_of
     )  # fmt: skip
+
+    def once(example: Inputs, **more: Any) -> Captured:
+        found = at_once(example, **more)
+        if not found.made:
+            return found
+        with holding(model, found.made):
+            return at_once(example, **more)
 
     def captured(example: Inputs, check: bool) -> Captured:
         try:
@@ -272,7 +282,7 @@ def _captured(
     returned = None if found.returned is None else dataclasses.replace(found.returned, names=names, inner=_inner(program))
     return Captured(
         program, dict(trace.tensors), model.training, guards, left_out, _defaults(model, args, kwargs), found.returns, returned,
-        around.autocast, found.answers, () if places else could,
+        around.autocast, found.answers, () if places else could, {} if calls is None else calls.made,
     )  # fmt: skip
 
 

@@ -124,11 +124,12 @@ class AutoparAccelerator(Accelerator):
         yield
 
     # -------------------------------------------------------------------------------------------------------------- state
-    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The model that was compiled. Its parameters are parts: `model.full_parameters()` makes them whole for a while."""
+    def unwrap_model(self, model: Any, *options: Any, **named: Any) -> Any:
+        """The model that was compiled. Its parameters are parts: `model.full_parameters()` makes them whole for a while. options: what
+        this release of Accelerate takes."""
         if isinstance(model, StandIn):
             return model.original
-        return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        return super().unwrap_model(model, *options, **named)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Collective: the state_dict of the original, whole, on the CPU of rank 0; empty on other ranks, as with FSDP."""

@@ -181,11 +181,14 @@ class AutoparStrategy(DDPStrategy):
             before.unlink(missing_ok=True)
         self.barrier()
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What Lightning keeps; the parts are read when they are asked for. Raises CheckpointError then."""
+    def load_checkpoint(self, checkpoint_path: Any, *options: Any, **named: Any) -> dict[str, Any]:
+        """What Lightning keeps; the parts are read when they are asked for. options: what this release of Lightning gives. Raises
+        CheckpointError then."""
         folder = Path(os.fspath(checkpoint_path))
         self._folder = folder / FOLDER if (folder / FOLDER).is_dir() else None
-        return super().load_checkpoint(folder / REST if self._folder is not None else checkpoint_path, weights_only)
+        path = folder / REST if self._folder is not None else checkpoint_path
+        found: dict[str, Any] = super().load_checkpoint(path, *options, **named)
+        return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Collective."""

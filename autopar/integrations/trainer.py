@@ -117,8 +117,9 @@ class AutoparTrainer(Trainer):
                 return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **more)
             inputs = self._prepare_inputs(inputs)
             with torch.no_grad():
-                items = self._get_num_items_in_batch([inputs], self.args.device)
-                loss = self.compute_loss(model, inputs, num_items_in_batch=items)
+                counts = getattr(self, "_get_num_items_in_batch", None)  # which not every release of transformers gives in evaluation
+                given = {} if counts is None else {"num_items_in_batch": counts([inputs], self.args.device)}
+                loss = self.compute_loss(model, inputs, **given)
             return loss.detach().mean(), None, None
 
     # ---------------------------------------------------------------------------------------------------------- checkpoints
@@ -138,7 +139,8 @@ class AutoparTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not Path(checkpoint, FOLDER).is_dir():
-            super()._load_optimizer_and_scheduler(checkpoint)
+            with _alone(self.args):  # which is read to the CPU, not to one of many devices
+                super()._load_optimizer_and_scheduler(checkpoint)
             return
         extra = load(Path(checkpoint, FOLDER), self._standing(), self._plain_optimizer())
         self.lr_scheduler.load_state_dict(extra["scheduler"])

@@ -24,6 +24,7 @@ from autopar.run.alone import as_one_process
 from autopar.run.autocast import Autocast, under
 from autopar.run.checkpointed import without_checkpointing
 from autopar.run.closed import over_tensors
+from autopar.run.key_values import without_key_value_cache
 from autopar.run.manifest import Manifest, ParamSpec
 from autopar.run.mesh import Axis
 from autopar.run.parametrized import class_of, pickled
@@ -86,8 +87,8 @@ class Region:
         try:
             named = zip(self.state, state, strict=True)
             noted = {f"module.{name}": self._noted(t, within(self.path, name)) for name, t in named}
-            with under(self.autocast), without_checkpointing(), as_one_process():
-                returned = functional_call(_Forward(self.module), noted, args, kwargs)
+            with under(self.autocast), without_checkpointing(), without_key_value_cache(self.module), as_one_process():
+                returned = functional_call(_Forward(self.module), noted, args, kwargs, tie_weights=False)  # each name is in the state
         finally:
             for m, mode in zip(modules, before, strict=True):
                 m.training = mode
