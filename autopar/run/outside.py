@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,6 @@ from autopar.run.alike import done_by_every_rank
 from autopar.run.batches import ROUNDING, SMALL, numbers_of_all
 from autopar.run.mesh import Mesh
 from autopar.run.plain import users_level
-
-if TYPE_CHECKING:
-    from autopar.run.lies import Lies
 
 __all__ = ["Outside"]
 
@@ -37,12 +33,12 @@ class Outside:
         self._used: dict[str, int] = {}  # elements, by name
         self._told = False
 
-    def check(self, lies: Lies, grad: Tensor) -> None:
+    def check(self, name: str, grad: Tensor) -> None:
         """Collective: LaunchError where a parameter that every rank has used for the same work has another gradient on another rank. A
-        warning, once, where many parameters are used so."""
+        warning, once, where many parameters are used so. grad: of the whole."""
         if not self._mesh.talks or record.computes() or not grad.numel():
             return
-        done_by_every_rank("compare the gradients of", lies.name)
+        done_by_every_rank("compare the gradients of", name)
         numbers = torch.stack([x.double() for x in numbers_of_all(grad.detach())])
         every: list[list[float]] = [one.tolist() for one in comm.all_gather(numbers, self._mesh.everyone)]
         within = ROUNDING.get(grad.dtype, 0.0)
@@ -50,17 +46,17 @@ class Outside:
         for rank, own in enumerate(every):
             if not _alike(first, own, within):
                 raise LaunchError(
-                    f"ranks 0 and {rank} have different gradients of {lies.name}, for what was computed with it outside of the calls of "
+                    f"ranks 0 and {rank} have different gradients of {name}, for what was computed with it outside of the calls of "
                     f"{self._model}: they would train different models. If that is the model's forward (a method that calls "
                     f"self.forward(...), a submodule by itself) on each rank's part of the batch, call the model instead: gradients of its "
                     f"calls alone are brought together. Else make every rank compute the same: of the same data, with the same seed"
                 )
-        self._tell(lies)
+        self._tell(name, grad.numel())
 
-    def _tell(self, lies: Lies) -> None:
+    def _tell(self, name: str, elements: int) -> None:
         if self._told:
             return
-        self._used[lies.name] = lies.shape.numel()
+        self._used[name] = elements
         trained = [p for p in self._params.values() if p.requires_grad]
         if sum(self._used.values()) < MUCH * sum(p.shape.numel() for p in trained):
             return

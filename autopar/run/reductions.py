@@ -92,7 +92,7 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if ctx.lies.outside is not None:
-            ctx.lies.outside.check(ctx.lies, grad)
+            ctx.lies.outside.check(ctx.lies.name, grad)
         return ctx.lies.cut(grad).contiguous(), None
 
 
