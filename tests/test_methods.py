@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import LaunchError
 from autopar.run import ParallelModule, WorkerPool
+from tests.classifier import Classifier, built
 
 pytestmark = pytest.mark.gloo
 PINS = {"dp": {"dp": 2}, "zero": {"dp": 2, "zero": 3}, "tp": {"tp": 2}, "pipeline": {"pp": 2, "micro_batches": 2}}
-STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +29,8 @@ def pair() -> Iterator[WorkerPool]:
         yield pool
 
 
-class Net(nn.Module):
+class Net(Classifier):
     """Trains itself, in the ways in which models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        logits = self.down(torch.relu(self.up(x)))
-        return logits if y is None else F.cross_entropy(logits, y)
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int = 0) -> Tensor:
         """What Lightning has methods of this name for."""
@@ -71,11 +63,6 @@ class Net(nn.Module):
         raise KeyError("of the method")
 
 
-def built() -> tuple[Net, list[tuple[Tensor, Tensor]]]:
-    torch.manual_seed(0)
-    return Net(), [(torch.randn(8, 8), torch.randint(4, (8,))) for _ in range(STEPS)]
-
-
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -85,7 +72,7 @@ def planned(loss: Tensor) -> bool:
 
 
 def fitted(pins: dict[str, int], deferred: bool, local: bool = False) -> tuple[list[float], dict[str, Tensor], bool]:
-    model, batches = built()
+    model, batches = built(Net)
     given = {} if deferred else {"example_inputs": batches[0]}
     module = autopar.compile(model, 2, pins=pins, local_batch=local, **given)
     rank = dist.get_rank()
@@ -101,7 +88,7 @@ def fitted(pins: dict[str, int], deferred: bool, local: bool = False) -> tuple[l
 @pytest.mark.parametrize("deferred", [False, True], ids=["example", "deferred"])
 @pytest.mark.parametrize("kind", list(PINS))
 def test_methods_that_call_the_model_run_as_planned(pair: WorkerPool, kind: str, deferred: bool) -> None:
-    model, batches = built()
+    model, batches = built(Net)
     losses = model.fit(batches, sgd(model))
     for found, state, by_plan in pair.run(fitted, PINS[kind], deferred):
         assert by_plan
@@ -112,7 +99,7 @@ def test_methods_that_call_the_model_run_as_planned(pair: WorkerPool, kind: str,
 
 @pytest.mark.parametrize("kind", ["dp", "zero"])
 def test_of_each_ranks_own_part_of_the_batch_gradients_are_brought_together(pair: WorkerPool, kind: str) -> None:
-    model, batches = built()
+    model, batches = built(Net)
     losses = model.fit(batches, sgd(model))
     for found, state, by_plan in pair.run(fitted, PINS[kind], False, True):
         assert by_plan
@@ -135,7 +122,7 @@ class Kept(NamedTuple):
 
 
 def as_they_were() -> Kept:
-    model, batches = built()
+    model, batches = built(Net)
     module = autopar.compile(model, 2, example_inputs=batches[0], pins={"dp": 2})
     found = module.fit
     assert isinstance(module, ParallelModule)
@@ -153,7 +140,7 @@ def as_they_were() -> Kept:
 
 
 def test_methods_are_those_of_the_original_and_leave_nothing_behind(pair: WorkerPool) -> None:
-    model, batches = built()
+    model, batches = built(Net)
     for found in pair.run(as_they_were):
         assert found.same
         assert found.name == "fit"
@@ -176,17 +163,14 @@ class Critic(Net):
 
 
 def differentiated_again() -> dict[str, Tensor]:
-    _, batches = built()
-    torch.manual_seed(0)
-    module = autopar.compile(Critic(), 2, example_inputs=batches[0], pins={"tp": 2})
+    model, batches = built(Critic)
+    module = autopar.compile(model, 2, example_inputs=batches[0], pins={"tp": 2})
     module.loss(*batches[0]).backward()
     return module.full_gradients()
 
 
 def test_a_model_that_differentiates_gradients_again_does_so_by_itself(pair: WorkerPool) -> None:
-    _, batches = built()
-    torch.manual_seed(0)
-    model = Critic()
+    model, batches = built(Critic)
     model.loss(*batches[0]).backward()
     for grads in pair.run(differentiated_again):
         for name, param in model.named_parameters():
@@ -211,9 +195,8 @@ class WithLogits(Net):
 
 
 def step_of_more(outputs: str) -> tuple[float, list[str], Tensor]:
-    _, batches = built()
-    torch.manual_seed(0)
-    module = autopar.compile(WithLogits(), 2, example_inputs=batches[0], pins={"tp": 2}, outputs=outputs)
+    model, batches = built(WithLogits)
+    module = autopar.compile(model, 2, example_inputs=batches[0], pins={"tp": 2}, outputs=outputs)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loss = module.step(*batches[0])
@@ -224,9 +207,7 @@ def step_of_more(outputs: str) -> tuple[float, list[str], Tensor]:
 
 @pytest.mark.parametrize("outputs", ["loss", "all"])
 def test_a_method_may_use_more_than_the_loss(pair: WorkerPool, outputs: str) -> None:
-    _, batches = built()
-    torch.manual_seed(0)
-    model = WithLogits()
+    model, batches = built(WithLogits)
     loss = model.step(*batches[0])
     loss.backward()
     for found, said, grad in pair.run(step_of_more, outputs):
@@ -238,7 +219,7 @@ def test_a_method_may_use_more_than_the_loss(pair: WorkerPool, outputs: str) -> 
 # ------------------------------------------------------------------------------------------------------- outside of calls
 def by_forward(pins: dict[str, int], own: bool, term: bool = False) -> tuple[str, list[str], dict[str, Tensor]]:
     """own: each rank has another part of the batch. term: of weights alone."""
-    model, batches = built()
+    model, batches = built(Net)
     module = autopar.compile(model, 2, example_inputs=batches[0], pins=pins)
     rank = dist.get_rank()
     x, y = batches[0]
@@ -264,7 +245,7 @@ def test_gradients_of_each_ranks_own_data_outside_of_calls_are_refused(pair: Wor
 
 @pytest.mark.parametrize("kind", list(PINS))
 def test_of_the_same_data_they_are_right_and_it_is_said_once_that_ranks_do_all_of_it(pair: WorkerPool, kind: str) -> None:
-    model, batches = built()
+    model, batches = built(Net)
     model(*batches[0]).backward()
     for rank, (said, warned, grads) in enumerate(pair.run(by_forward, PINS[kind], False)):
         assert said == ""
@@ -274,7 +255,7 @@ def test_of_the_same_data_they_are_right_and_it_is_said_once_that_ranks_do_all_o
 
 
 def test_a_term_of_few_weights_is_not_spoken_of(pair: WorkerPool) -> None:
-    model, batches = built()
+    model, batches = built(Net)
     loss = model(*batches[0]) + (model.down.weight @ model.down.weight.T).square().mean()
     loss.backward()
     for said, warned, grads in pair.run(by_forward, PINS["tp"], False, True):
@@ -283,7 +264,7 @@ def test_a_term_of_few_weights_is_not_spoken_of(pair: WorkerPool) -> None:
 
 
 def never_called() -> list[str]:
-    model, batches = built()
+    model, batches = built(Net)
     module = autopar.compile(model, 2, pins={"dp": 2})
     optimizer = sgd(module)
     with warnings.catch_warnings(record=True) as caught:
@@ -303,7 +284,7 @@ def test_that_what_was_compiled_is_never_called_is_said(pair: WorkerPool) -> Non
 
 
 def accumulated() -> dict[str, Tensor]:
-    model, batches = built()
+    model, batches = built(Net)
     module = autopar.compile(model, 2, example_inputs=batches[0], pins={"dp": 2, "zero": 1})
     with module.no_sync():
         module(*batches[0]).backward()
@@ -312,7 +293,7 @@ def accumulated() -> dict[str, Tensor]:
 
 
 def test_no_sync_adds_gradients_up(pair: WorkerPool) -> None:
-    model, batches = built()
+    model, batches = built(Net)
     for batch in batches[:2]:
         model(*batch).backward()
     for grads in pair.run(accumulated):

@@ -12,17 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import autopar
 from autopar.run import ParallelModule, WorkerPool
+from tests.classifier import Classifier, built
 
 pytestmark = pytest.mark.gloo
 PINS = {"tp": {"tp": 2}, "zero": {"dp": 2, "zero": 3}, "pipeline": {"pp": 2, "micro_batches": 2}, "states": {"dp": 2, "zero": 1}}
-STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -31,22 +30,8 @@ def pair() -> Iterator[WorkerPool]:
         yield pool
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.down(torch.relu(self.up(x))), y)
-
-
-def built() -> tuple[Net, list[tuple[Tensor, Tensor]]]:
-    torch.manual_seed(0)
-    return Net(), [(torch.randn(8, 8), torch.randint(4, (8,))) for _ in range(STEPS)]
-
-
 def parallel(pins: dict[str, int]) -> tuple[ParallelModule, list[tuple[Tensor, Tensor]]]:
-    model, batches = built()
+    model, batches = built(Classifier)
     module = autopar.compile(model, 2, example_inputs=batches[0], pins=pins)
     assert isinstance(module, ParallelModule)
     return module, batches
@@ -97,7 +82,7 @@ def steps(pins: dict[str, int], kind: str, hooked: bool) -> tuple[list[float], d
 @pytest.mark.parametrize("kind", list(FUSED))
 @pytest.mark.parametrize("plan", list(PINS))
 def test_fused_steps(pair: WorkerPool, plan: str, kind: str, hooked: bool) -> None:
-    model, batches = built()
+    model, batches = built(Classifier)
     losses = trained(model, FUSED[kind](model.parameters()), batches)
     for found, state in pair.run(steps, PINS[plan], kind, hooked):
         assert found == pytest.approx(losses, rel=1e-5)
@@ -121,7 +106,7 @@ def written_by_lists(pins: dict[str, int]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("plan", ["tp", "zero", "pipeline"])
 def test_what_a_function_of_lists_writes_is_written_to_all_of_them(pair: WorkerPool, plan: str) -> None:
-    model, batches = built()
+    model, batches = built(Classifier)
     model(*batches[0]).backward()
     kept = [1 * 0.9 + p.grad for p in model.parameters() if p.grad is not None]
     for found in pair.run(written_by_lists, PINS[plan]):
@@ -151,7 +136,7 @@ def by_compiled_functions(pins: dict[str, int]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("plan", ["tp", "zero", "pipeline"])
 def test_compiled_functions_of_an_optimizer_are_given_parts(pair: WorkerPool, plan: str) -> None:
-    model, batches = built()
+    model, batches = built(Classifier)
     model(*batches[0]).backward()
     with torch.no_grad():
         for p in model.parameters():

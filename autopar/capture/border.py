@@ -20,7 +20,7 @@ from autopar.capture.answers import NONE, Answers
 from autopar.capture.around import as_called
 from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing, seeded
 from autopar.capture.export import FAILURES, HOOK, End, Step, as_exported, export, objective_of, own_gradients
-from autopar.capture.held import ABSENT, REGISTERED, Held, Opaque, child, describe
+from autopar.capture.held import ABSENT, REGISTERED, Opaque, child, describe
 from autopar.capture.hidden import Hidden
 from autopar.capture.left import Left
 from autopar.capture.reach import LruCache
@@ -95,12 +95,12 @@ def _stands_still(change: Change, start: State) -> bool:
     trace."""
     if change.before is not REGISTERED:
         return False
-    pairs = ((held, held.items.items() if isinstance(held.items, dict) else enumerate(held.items)) for held in start.held if _lists(held))
-    return any(value is change.after and child(held, key) == change.path for held, items in pairs for key, value in items)
-
-
-def _lists(held: Held) -> bool:
-    return isinstance(held.items, dict | tuple)
+    for held in start.held:
+        items = held.items
+        pairs = items.items() if isinstance(items, dict) else enumerate(items) if isinstance(items, tuple) else ()
+        if any(value is change.after and child(held, key) == change.path for key, value in pairs):
+            return True
+    return False
 
 
 def _clear_traced(caches: list[Any]) -> None:

@@ -164,13 +164,13 @@ def _leanest_candidate(question: Question, choice: Choice, *, limit_bytes: float
     if isinstance(estimator, str):
         return None
     cuts = question.pinned_cuts(estimator)
-    for spare, before in zip(SPARE, (0.0, *SPARE), strict=False) if cuts is None else ((SPARE[-1], 0.0),):
-        if before and estimator.upper_bytes(estimator.least_bytes * before) >= limit_bytes:
-            break
+    for spare in SPARE if cuts is None else SPARE[-1:]:
         try:
             limit = estimator.least_bytes * spare + 1.0
             part = estimator.partition(limit_bytes=limit, cuts=cuts if not isinstance(cuts, str) else None, nodes=question.nodes)
         except (Infeasible, OutOfBudget):
+            if estimator.upper_bytes(estimator.least_bytes * spare) >= limit_bytes:
+                break
             continue
         return candidate_of(estimator, part) if part is not None else None
     return None

@@ -58,8 +58,12 @@ def tell_of_steps(param: nn.Parameter, model: str) -> Callable[[], None]:
     compiled, without which every process trains the whole model for itself."""
     hook_optimizers()
     key = id(param)
-    _not_called[key] = weakref.ref(param, lambda _: _not_called.pop(key, None)), model
-    return lambda: _not_called.pop(key, None) and None
+
+    def forget(_: object = None) -> None:
+        _not_called.pop(key, None)
+
+    _not_called[key] = weakref.ref(param, forget), model
+    return forget
 
 
 def _tell(optimizer: Optimizer) -> None:

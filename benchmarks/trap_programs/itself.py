@@ -28,6 +28,7 @@ from benchmarks._traps_kit import (
     seeded,
     sgd,
     state,
+    train,
 )
 
 KIND = "methods"
@@ -35,14 +36,7 @@ KIND = "methods"
 
 def steps_of(model: Any, step: Callable[..., Tensor], count: int = 3, first: int = 0) -> list[float]:
     """The usual loop, in which a method of the model makes the loss."""
-    optimizer, losses = sgd(model), []
-    for index in range(first, first + count):
-        loss = step(batch(index), index)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return train(step, sgd(model), inputs=[(batch(index), index) for index in range(first, first + count)])
 
 
 class _Stepping(Net):
