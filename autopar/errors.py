@@ -18,11 +18,12 @@ class AutoparError(Exception):
 
 class CaptureError(AutoparError):
     """The model cannot be captured as a graph, or its capture does not compute what the model computes. module, line: of the model, where
-    that is known."""
+    that is known. asks_inputs: its code asks for numbers that the inputs alone decide, and was not told."""
 
     exit_code = 4
     module: str | None = None
     line: str = ""
+    asks_inputs: bool = False
 
 
 class DependsOnValues(CaptureError):

@@ -154,9 +154,9 @@ class _Tied(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         padding: Tensor | None = ids == 0
         assert padding is not None
-        if not padding.any():
-            padding = None
         x = torch.tanh(self.mix(self.tokens(ids)))
+        if not (padding & x.isfinite().all(-1)).any():
+            padding = None
         return self.head(x if padding is None else x.masked_fill(padding.unsqueeze(-1), 0.0))
 
 
@@ -185,7 +185,7 @@ class _Caching(nn.Module):
     def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
         padding = ids == 0
         x = self.tokens(ids)
-        if padding.any():
+        if (padding & x.isfinite().all(-1)).any():
             x = x.masked_fill(padding.unsqueeze(-1), 0.0)
         keys = self.mix(x)
         return (torch.tanh(keys), keys.detach()) if self.config.use_cache else (torch.tanh(keys),)

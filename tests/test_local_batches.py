@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Iterator
@@ -156,6 +157,59 @@ def test_parts_that_are_all_the_same_are_warned_of(pool: WorkerPool) -> None:
     for messages in pool.run(warned, True):
         assert any("every data-parallel rank was given the same samples" in text and "autopar.sampler" in text for text in messages)
     assert pool.run(warned, False) == [[], []]
+
+
+class Scored(nn.Module):
+    """Scores of samples [batch, 4]; a temperature, which no sample changes; and a mean over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(6, 16), nn.Linear(16, 4), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = torch.tanh(self.up(x))
+        return self.down(h), self.scale.exp(), h.square().mean()
+
+
+def outside(model: Any, trunk: Any, x: Tensor, y: Tensor) -> Tensor:
+    scores, temperature, size = model(trunk(x))
+    return F.cross_entropy(scores * temperature, y) + 0.1 * size * temperature + 0.01 * scores.square().mean() * size
+
+
+def losses_of_their_own(pins: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of a compiled model between a trunk in DistributedDataParallel and a loss that each rank makes of its own part; and those
+    of the mean of these losses, on one process."""
+    torch.manual_seed(0)
+    trunk, model = nn.Linear(6, 6).double(), Scored().double()
+    plain = nn.ModuleDict({"trunk": copy.deepcopy(trunk), "model": copy.deepcopy(model)})
+    x, y = (t[:GLOBAL] for t in dataset().tensors)
+    example = (torch.zeros(GLOBAL, 6, dtype=torch.float64, requires_grad=True),)
+    compiled: Any = autopar.compile(model, gpus=2, cluster="cpu", pins=pins, example_inputs=example, local_batch=True)
+    n, rank = GLOBAL // compiled.data_ranks, compiled.data_rank
+    mine = [t[n * rank : n * (rank + 1)] for t in (x, y)]
+    around: Any = nn.parallel.DistributedDataParallel(trunk)
+    outside(compiled, around, *mine).backward()
+    found = {f"model.{name}": grad for name, grad in compiled.full_gradients().items()}
+    found |= {f"trunk.{name}": p.grad for name, p in trunk.named_parameters() if p.grad is not None}
+    torch.stack([of_a_part(plain, *part) for part in zip(x.split(n), y.split(n), strict=True)]).mean().backward()
+    return found, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+
+def of_a_part(plain: nn.ModuleDict, x: Tensor, y: Tensor) -> Tensor:
+    """A rank's loss on one process; what is a mean over the batch is one over the global batch."""
+    whole = dataset().tensors[0][:GLOBAL]
+    scores, temperature, _ = plain["model"](plain["trunk"](x))
+    size = plain["model"](plain["trunk"](whole))[2]
+    return F.cross_entropy(scores * temperature, y) + 0.1 * size * temperature + 0.01 * scores.square().mean() * size
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("pins", [{"dp": 2}, {"dp": 2, "zero": 3}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_losses_of_their_own_parts_train_their_mean_as_under_ddp(pool: WorkerPool, pins: dict[str, int]) -> None:
+    for found, expected in pool.run(losses_of_their_own, pins):
+        assert found.keys() == expected.keys()
+        for name, grad in expected.items():
+            assert torch.allclose(found[name], grad, rtol=1e-10, atol=1e-12), (name, found[name] / grad)
 
 
 @pytest.mark.pure

@@ -60,7 +60,7 @@ def test_the_smallest_submodule_is_one_operator(name: str, paths: list[str], row
     assert [op.kwarg("rows") for op in regions(found)] == [rows] * len(paths)
     for op in regions(found):
         applied = f"{op.module.rpartition('.')[2]}.apply"
-        lines = ("len(rows)", "nonzero", "int(marked", "positive]", "register_hook", "padding.any", applied)
+        lines = ("len(rows)", "nonzero", "int(marked", "positive]", "register_hook", "padding &", applied)
         assert any(text in op.source for text in lines)
         assert op.kwarg("flops") or op.module.endswith(("_Reversed", "_Sine"))
         assert any(op.source in note and op.module in note for note in found.program.notes)

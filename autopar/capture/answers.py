@@ -1,19 +1,23 @@
-"""What a forward asks of its own state in Python: `if self.step > 100`, `int(self.pointer)`, `if not self.initialized`.
+"""What a forward asks of its own state in Python: `if self.step > 100`, `int(self.pointer)`, `if not self.initialized`; and whether
+something is true of its inputs: `if mask.all()`.
 
 The answer follows from numbers, sizes, and buffers and parameters as they are when a call begins, and from nothing else. So the trace is
-given it, the program holds for that answer, and before every call it is asked again: where it is another, the model is captured again. Not
-so where the value depends on inputs, on random numbers, or on what operators have written of these: it is refused as before.
+given it, the program holds for that answer, and before every call it is asked again: where it is another, the model is captured again. Of
+inputs that is so for masks, indices and lengths, not for what is floating; for few questions; and for numbers (`int(lengths.max())`), which
+may be others in every call, only where the model is not to be captured without. Not so where the value depends on what is computed of
+inputs with parameters, or on random numbers: it is refused.
 
 What a forward writes to its trained parameters, of the state alone and before it uses them (`with torch.no_grad(): weight.clamp_(...)`), is
 written before a call: the trace finds it done.
 
-    Tape      while a model is traced: what is computed of its state alone, in order
+    Tape      while a model is traced: what is computed of its state and its inputs alone, in order
     Answers   what was asked, and what it takes to ask again
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,10 +34,14 @@ from autopar import generators
 from autopar.capture.around import asking
 from autopar.capture.source import running_line
 from autopar.errors import CaptureError
+from autopar.run.objects import key_name
 
-__all__ = ["NONE", "Answers", "Tape", "Whole", "listed"]
+__all__ = ["NONE", "Answers", "Given", "Leaf", "Tape", "Whole", "given_by", "listed"]
 
+Path = tuple[str | int, ...]  # of a leaf of (args, kwargs)
+Leaf = str | Path  # of the state, by its name; of the inputs, by its path
 Whole = Callable[[str], Tensor]  # a parameter or buffer by its name, as it is now: whole, on any device
+Given = Callable[[Path], Tensor]  # an input of a call: of the global batch
 
 LARGEST = 1 << 28  # elements of a tensor that is computed to ask for a value
 _ASKS = frozenset(
@@ -45,7 +53,10 @@ _MAKES = frozenset({
 _LIKE: Mapping[str, int | None] = {
     "full_like": None, "new_full": None, "new_ones": 1, "new_zeros": 0, "ones_like": 1, "zeros_like": 0
 }  # of the sizes of another tensor, and this number; None: the last that they are given
+_TRUTHS = frozenset({"__bool__", "__contains__", "allclose", "equal", "is_nonzero"})  # of these, those that say whether something is true
+_WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})  # dtypes of inputs that may be asked
 MOST = 1 << 20  # elements of values that a trace is given
+QUESTIONS = 16  # of the inputs: each may double the programs that batches need
 FEW = 16  # of a tensor that is said by its elements
 _UNNOTED = ("norm", "fused", "fake_quant")  # in names of functions that may write without saying so
 _MODULES = os.path.dirname(nn.modules.__file__) + os.sep
@@ -84,56 +95,72 @@ class _Called:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """Asked after so many steps of the tape. line: of the user's source."""
+    """Asked after so many steps of the tape. line: of the user's source. of_inputs: they decide the answer, too."""
 
     after: int
     func: Callable[..., Any]
     args: Any
     answer: object
     line: str
+    of_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
     """What was asked of a model's state. names: of the parameters and buffers that decide it, with the dtypes in which it was asked.
-    writes: the trained parameters that a call writes to before it uses them, among `leaves`."""
+    writes: the trained parameters that a call writes to before it uses them, among `leaves`. of_inputs: what was asked of the inputs,
+    some of whose leaves are paths: `paths` has their dtypes, and the devices on which they were."""
 
     names: Mapping[str, torch.dtype] = field(default_factory=dict)
-    leaves: Mapping[int, str] = field(default_factory=dict)
+    leaves: Mapping[int, Leaf] = field(default_factory=dict)
     steps: tuple[_Step, ...] = ()
     questions: tuple[_Question, ...] = ()
     writes: tuple[int, ...] = ()
+    paths: Mapping[Path, tuple[torch.dtype, torch.device]] = field(default_factory=dict)
+    of_inputs: Answers | None = None
 
     @property
     def written_names(self) -> frozenset[str]:
         """Of the parameters that a call writes to."""
-        return frozenset(self.leaves[number] for number in self.writes)
+        return frozenset(str(self.leaves[number]) for number in self.writes)
+
+    @property
+    def said_of_inputs(self) -> tuple[str, ...]:
+        """What was asked of the inputs, and the answers, in words."""
+        return tuple(f"{q.line} ({q.answer})" for q in self.of_inputs.questions) if self.of_inputs is not None else ()
 
     def written(self, whole: Whole) -> dict[str, Tensor]:
         """What a call writes to parameters, by name; those that it leaves as they are, bit by bit, are not among them."""
         if not self.writes:
             return {}
         with torch.no_grad():
-            before = {number: whole(name).detach() for number, name in self.leaves.items()}
+            before = {number: whole(str(name)).detach() for number, name in self.leaves.items()}
             values: dict[int, Any] = {number: t.clone() for number, t in before.items()}
             for step in self.steps:
                 _run(step, values)
-            return {self.leaves[k]: values[k] for k in self.writes if not torch.equal(values[k], before[k])}
+            return {str(self.leaves[k]): values[k] for k in self.writes if not torch.equal(values[k], before[k])}
 
-    def changed(self, whole: Whole) -> str | None:
-        """The first answer that is another now, in words; None if all are as they were."""
-        if not self.questions:
-            return None
-        with torch.no_grad():
-            values: dict[int, Any] = {k: whole(name).detach().clone().to(self.names[name]) for k, name in self.leaves.items()}
-            for found, question in zip(_asked(self.steps, self.questions, values), self.questions, strict=True):
-                if found != question.answer and not (found != found and question.answer != question.answer):
-                    listed = ", ".join(self.names)
-                    return f"what the forward asks of {listed} ({question.line}): from {question.answer!r} to {found!r}"
-        return None
+    def changed(self, whole: Whole, given: Given | None = None) -> str | None:
+        """The first answer that is another now, in words; None if all are as they were. given: the inputs of the call; without it what was
+        asked of inputs is not asked again."""
+        if self.questions:
+            with torch.no_grad():
+                values: dict[int, Any] = {k: self._now(leaf, whole, given) for k, leaf in self.leaves.items()}
+                for found, question in zip(_asked(self.steps, self.questions, values), self.questions, strict=True):
+                    if found != question.answer and not (found != found and question.answer != question.answer):
+                        listed = ", ".join([*(f"its input {path[-1]!r}" for path in self.paths), *self.names])
+                        return f"what the forward asks of {listed} ({question.line}): from {question.answer!r} to {found!r}"
+        return self.of_inputs.changed(whole, given) if self.of_inputs is not None and given is not None else None
+
+    def _now(self, leaf: Leaf, whole: Whole, given: Given | None) -> Tensor:
+        if isinstance(leaf, str):
+            return whole(leaf).detach().clone().to(self.names[leaf])
+        assert given is not None, leaf
+        dtype, device = self.paths[leaf]
+        return given(leaf).detach().to(device, dtype, copy=True)
 
     def changed_of(self, model: nn.Module) -> str | None:
-        """The same of a model that holds its parameters and buffers whole."""
+        """The same of a model that holds its parameters and buffers whole, for a call with the same inputs."""
         held = dict(model.named_buffers(remove_duplicate=False)) | dict(model.named_parameters(remove_duplicate=False))
         return self.changed(held.__getitem__)
 
@@ -160,16 +187,21 @@ def _run(step: _Step, values: dict[int, Any]) -> None:
 
 
 class Tape:
-    """What the code inside of a trace computes of a model's parameters and buffers alone. real: these, with their values, by name."""
+    """What the code inside of a trace computes of a model's parameters and buffers alone, or of inputs that are no floating numbers, and
+    buffers. real: these, with their values, by name or path."""
 
-    def __init__(self, real: Mapping[str, Tensor], *, sizes: bool = True) -> None:
-        """sizes: whether the state may decide some; numbers and sizes of inputs may in any case."""
-        self._state_decides = sizes
-        self._real = {name: t for name, t in real.items() if t.layout == torch.strided and not t.is_meta and t.numel() <= LARGEST}
+    def __init__(self, real: Mapping[Leaf, Tensor], *, sizes: bool = True, numbers: bool = False) -> None:
+        """sizes: whether the state may decide some; numbers and sizes of inputs may in any case. numbers: those that inputs alone decide
+        are told. untold: one was asked for, and was not."""
+        self._state_decides, self._numbers = sizes, numbers
+        self.untold = False
+        self._real = {leaf: t for leaf, t in real.items() if t.layout == torch.strided and not t.is_meta and t.numel() <= LARGEST}
         self._known: dict[int, tuple[Tensor, int]] = {}  # by the id of a traced tensor: it, which is kept alive, and its number
         self._memory: set[int] = set()  # of these
         self._lost: set[int] = set()  # memory that something else has been written to
-        self._leaves: dict[int, tuple[str, torch.dtype, int]] = {}
+        self._leaves: dict[int, tuple[Leaf, torch.dtype, int]] = {}
+        self._inputs: set[int] = set()  # memory of inputs, and what is written of them
+        self._parameters: set[int] = set()  # the same of parameters, frozen ones too
         self._steps: list[_Step] = []
         self._questions: list[_Question] = []
         self._of: dict[int, frozenset[int]] = {}  # by number: the memory that it is computed of
@@ -178,19 +210,26 @@ class Tape:
         self._trained: dict[int, int] = {}  # by the memory of a trained parameter: its number
         self._written: dict[int, None] = {}  # numbers of those that are written to
 
-    def begin(self, model: nn.Module) -> None:
-        """The model as it is traced, before its forward."""
+    def begin(self, model: nn.Module, inputs: Any) -> None:
+        """The model as it is traced, before its forward. inputs: those of the call, (args, kwargs)."""
         held = (*model.named_buffers(), *model.named_parameters())
         for name, t in held:
             if name in self._real and _traced(t):
                 number = self._add(t)
                 self._leaves[number] = name, t.dtype, _memory(t)
+                if isinstance(t, nn.Parameter):
+                    self._parameters.add(_memory(t))
                 if isinstance(t, nn.Parameter) and t.requires_grad:
                     self._trained[_memory(t)] = number
+        for path, t in given_by(inputs).items():
+            if path in self._real and _traced(t) and t.dtype in _WHOLE and _memory(t) not in self._memory:
+                self._leaves[self._add(t)] = path, t.dtype, _memory(t)
+                self._inputs.add(_memory(t))
 
     def knows(self, x: Tensor) -> bool:
         """Whether a traced tensor is of the state, or made of it alone."""
-        return self._number(x) is not None
+        number = self._number(x)
+        return number is not None and not self._is_of_inputs([number])
 
     def moves(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> bool:
         """Whether a function that is about to be called writes to a trained parameter what the state alone decides, before the parameter is
@@ -203,6 +242,8 @@ class Tape:
         numbers = [self._number(x) for x in given if _traced(x)]
         off = not (target.requires_grad and torch._C.is_grad_enabled())
         if not off or None in numbers or _memory(target) in self._used or not self._stale.isdisjoint(numbers):
+            return False
+        if self._is_of_inputs(numbers):
             return False
         memory = _memory(target)
         made, named = self._of_tape((args, dict(kwargs)))
@@ -222,7 +263,8 @@ class Tape:
         ours = {m: x for x in fake if (m := _memory(x)) in self._memory}
         if given and not ours and (fake or _may_write(name, kwargs)):
             return _filled(name, args, kwargs) if len(given) == 1 and name in _LIKE else None
-        noted = all(self._number(x) is not None for x in fake)
+        numbers = [self._number(x) for x in fake]
+        noted = None not in numbers and not (self._is_of_inputs(numbers) and self._touches(numbers, self._parameters))
         noted = noted and (len(fake) == len(given) or not _may_write(name, kwargs))  # a constant would be written to
         if not noted:
             self.use(fake)
@@ -242,26 +284,40 @@ class Tape:
             self._lost |= set(call.ours) if unnoted else written
 
     def answer(self, func: Callable[..., Any], args: Any) -> tuple[object] | None:
-        """What a function that asks for a value gives, if the state alone decides it."""
+        """What a function that asks for a value gives, if the state alone decides it, or inputs and buffers alone."""
         given = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
         fake = [x for x in given if _traced(x)]
-        if getattr(func, "__name__", "") not in _ASKS or not fake or any(self._number(x) is None for x in fake):
+        numbers = [self._number(x) for x in fake]
+        name = getattr(func, "__name__", "")
+        if name not in _ASKS or not fake or None in numbers:
             return None
         if asking(2).f_code.co_filename.startswith(_MODULES):  # of torch, which ask for what changes in every call
             return None
-        question = _Question(len(self._steps), func, self._of_tape(args), None, running_line())
+        of_inputs = self._is_of_inputs(numbers)
+        if of_inputs and not self._may_ask_inputs(name, given, numbers):
+            return None
+        question = _Question(len(self._steps), func, self._of_tape(args), None, running_line(), of_inputs)
         found = self._found(asked := self._with_steps([question]))
         if found is None:
             return None
         if asked.leaves:  # else it is the same in every call
-            self._questions.append(_Question(question.after, func, question.args, found, question.line))
+            self._questions.append(dataclasses.replace(question, answer=found))
         return (found,)
+
+    def _may_ask_inputs(self, name: str, given: Sequence[Tensor], numbers: Sequence[int | None]) -> bool:
+        """Whether what is asked of inputs is told: of inputs and buffers alone, and not too often."""
+        asked = sum(q.of_inputs for q in self._questions)
+        if asked >= QUESTIONS or self._touches(numbers, self._parameters):
+            return False
+        is_truth = name in _TRUTHS or (name == "item" and given[0].dtype == torch.bool)
+        self.untold |= not (is_truth or self._numbers)
+        return is_truth or self._numbers
 
     def values(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> tuple[Any] | None:
         """What a function gives of tensors that the state alone decides: tensors that have values. None if it is given others, or what is
         trained, or where that cannot be told or is large."""
         given = [x for x in pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, Tensor)]
-        if not given or any(_traced(x) and self._number(x) is None for x in given):
+        if not given or any(_traced(x) and not self.knows(x) for x in given):
             return None
         question = _Question(len(self._steps), _Call(func), self._of_tape((args, dict(kwargs))), None, running_line())
         asked = self._with_steps([question])
@@ -278,7 +334,9 @@ class Tape:
 
     def answers(self) -> Answers:
         """All that was asked."""
-        return self._with_steps(self._questions, self._written) if self._questions or self._written else NONE
+        of_state, of_inputs = ([q for q in self._questions if q.of_inputs is kind] for kind in (False, True))
+        found = self._with_steps(of_state, self._written) if of_state or self._written else NONE
+        return dataclasses.replace(found, of_inputs=self._with_steps(of_inputs)) if of_inputs else found
 
     def use(self, given: Iterable[object], line: str | None = None) -> None:
         """What is computed of the state is used with other things, or lasts. CaptureError if a parameter was written to since. line: of the
@@ -306,12 +364,21 @@ class Tape:
                 kept.append(place)
                 memory |= self._steps[place].reads
         kept.reverse()
-        questions = tuple(_Question(sum(p < q.after for p in kept), q.func, q.args, q.answer, q.line) for q in asked)
+        questions = tuple(dataclasses.replace(q, after=sum(p < q.after for p in kept)) for q in asked)
         leaves = {number: (name, dtype) for number, (name, dtype, at) in self._leaves.items() if at in memory}
         return Answers(
-            names=dict(leaves.values()), leaves={number: name for number, (name, _) in leaves.items()},
+            names={leaf: dtype for leaf, dtype in leaves.values() if isinstance(leaf, str)},
+            leaves={number: leaf for number, (leaf, _) in leaves.items()},
             steps=tuple(self._steps[place] for place in kept), questions=questions, writes=tuple(written),
+            paths={leaf: (dtype, self._real[leaf].device) for leaf, dtype in leaves.values() if not isinstance(leaf, str)},
         )  # fmt: skip
+
+    def _is_of_inputs(self, numbers: Iterable[int | None]) -> bool:
+        """Whether inputs decide one of these."""
+        return self._touches(numbers, self._inputs)
+
+    def _touches(self, numbers: Iterable[int | None], memory: set[int]) -> bool:
+        return any(not memory.isdisjoint(self._of[k]) for k in numbers if k is not None)
 
     def _at(self, asked: Answers) -> set[int]:
         """The memory of the state that decides answers."""
@@ -347,6 +414,9 @@ class Tape:
         results = [None if x is None else self._add(x) for x in made]
         given = [self._known[id(x)][1] for x in pytree.tree_leaves((call.args, call.kwargs)) if id(x) in self._known]
         of = frozenset().union(*(self._of[k] for k in given))
+        for origin in (self._inputs, self._parameters):
+            if not of.isdisjoint(origin):
+                origin |= written
         for k in (k for k in results if k is not None):
             self._of[k] |= of
             if not self._stale.isdisjoint(given):
@@ -358,7 +428,8 @@ class Tape:
         """The answer to a question; None where it cannot be told, or draws random numbers."""
         before = generators.states()
         with _as_it_is(), torch.no_grad():
-            values: dict[int, Any] = {k: self._real[n].detach().clone().to(asked.names[n]) for k, n in asked.leaves.items()}
+            real = self._real.__getitem__
+            values: dict[int, Any] = {number: asked._now(leaf, real, real) for number, leaf in asked.leaves.items()}
             try:
                 (found,) = _asked(asked.steps, asked.questions, values)
             except (RuntimeError, ValueError, TypeError, LookupError):  # the trace raises what the code would
@@ -367,6 +438,12 @@ class Tape:
                 drawn = not generators.same(before)
                 generators.restore(before)
         return None if drawn else found
+
+
+def given_by(inputs: Any) -> dict[Path, Tensor]:
+    """The tensors of a call, (args, kwargs), by their paths."""
+    leaves = pytree.tree_leaves_with_path(inputs)
+    return {tuple(map(key_name, path[1:])): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 @contextlib.contextmanager

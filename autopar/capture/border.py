@@ -57,15 +57,18 @@ class TracedCall:
 
 def traced(
     model: nn.Module, loss: Loss, inputs: Inputs, start: State, *, outputs: bool | None = False, hidden: Hidden | None = None,
-    answers: bool = True, sizes: bool = True, leaves: Sequence[str] = (),
+    answers: bool = True, sizes: bool = True, leaves: Sequence[str] = (), numbers: bool = False,
 ) -> TracedCall:  # fmt: skip
     """torch.export of one call, after which everything is as before: attributes, globals, and caches of functions. outputs: of all
     that the model returns; None: if it returns no loss. hidden: what need not be seen of the model. answers: what its state alone decides
-    may be asked for; sizes: also where it is a size. leaves: as of Step."""
+    may be asked for; sizes: also where it is a size. leaves, numbers: as of Step."""
     hidden = hidden or Hidden(())
     ends: list[End] = []
     random = generators.states()
-    step = Step(model, loss, start, ends, ask=asked, outputs=outputs, hidden=hidden, answers=answers, sizes=sizes, leaves=leaves)
+    step = Step(
+        model, loss, start, ends, ask=asked, outputs=outputs, hidden=hidden, answers=answers, sizes=sizes, leaves=leaves, inputs=inputs,
+        numbers=numbers,
+    )  # fmt: skip
     try:
         with own_gradients() as unseen, drawn_outside() as drawn:
             exported = export(step, *inputs, hidden)

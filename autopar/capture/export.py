@@ -20,7 +20,7 @@ from torch._export import verifier
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from autopar.capture.answers import Answers, Tape
+from autopar.capture.answers import Answers, Leaf, Tape, given_by
 from autopar.capture.applied import Function, applied_by, hooks_told, traced_as_kept
 from autopar.capture.around import as_called
 from autopar.capture.cumulative import weighed_by_tensors
@@ -68,16 +68,18 @@ class Step(nn.Module):
     def __init__(
         self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State, ends: list[End],
         *, ask: Ask, outputs: bool | None = False, hidden: Hidden | None = None, answers: bool = True, sizes: bool = True,
-        leaves: Sequence[str] = (),
+        leaves: Sequence[str] = (), inputs: Any = ((), {}), numbers: bool = False,
     ) -> None:  # fmt: skip
         """start: what the model holds now. ends: takes how each call ends (torch.export sets attributes of modules back). ask: as of
         AtTheBorder. hidden: what is hidden of the model while it is exported. answers: what its state alone decides is told;
-        sizes: also where it is a size. leaves: the places at which a call leaves a tensor that is one of its outputs too."""
+        sizes: also where it is a size. leaves: the places at which a call leaves a tensor that is one of its outputs too. inputs:
+        those of the call, with their values. numbers: those that they alone decide are told."""
         super().__init__()
         hidden = hidden or Hidden(())
         self.model = model
         self.training = model.training
-        tape = Tape(dict(model.named_parameters()) | dict(model.named_buffers()) if answers else {}, sizes=sizes)
+        real: dict[Leaf, torch.Tensor] = dict((*model.named_parameters(), *model.named_buffers(), *given_by(inputs).items()))
+        self.tape = tape = Tape(real if answers else {}, sizes=sizes, numbers=numbers)
         self.border = AtTheBorder({id(p): name for name, p in model.named_parameters()}, ask, tape)
 
         @functools.wraps(model.forward)
@@ -88,7 +90,7 @@ class Step(nn.Module):
         def run(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
             with torch._C.DisableTorchFunction():  # looking at tensors is nothing to trace, and dear where it is
                 registries = Registries(model)
-                tape.begin(model)
+                tape.begin(model, (args, kwargs))
             try:
                 with hidden.watched(), traced_as_kept(), self.border, as_called((args, kwargs)) as said:
                     output = model(*args, **kwargs)
@@ -199,7 +201,9 @@ def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden:
     except FAILURES as e:
         if line := step.border.differentiates:
             raise OtherGradients(f"{_cannot(step.model)}\n  at {line}: it asks for gradients inside of the forward") from e
-        raise CaptureError(_explain(step.model, e)) from e
+        error = CaptureError(_explain(step.model, e))
+        error.asks_inputs = step.tape.untold
+        raise error from e
     sys.stderr.write(printed.getvalue())
     return _without_vmap(exported)
 

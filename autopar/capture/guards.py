@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.answers import NONE, Answers, Whole
+from autopar.capture.answers import NONE, Answers, Given, Whole
 from autopar.capture.by_value import by_value, mark_of
 from autopar.capture.held import ABSENT, EMPTY, LEFT_OUT, Held, Opaque, child, same, value_of
 from autopar.capture.left import Left, is_read
@@ -46,7 +46,7 @@ class Guards:
         self._model, self._loss, self._state = model, loss, state
         self._ignored, self._settled = frozenset[str](), dict[str, Change]()
         self._mode: GradMode | None = None
-        self._answers_of_state = NONE
+        self._told = NONE
         self._given: Mapping[str, str] = {}
         self._left: Left | None = None
         self._sayings = Sayings()
@@ -76,12 +76,12 @@ class Guards:
         self._index(self._state)
 
     def answered(self, answers: Answers) -> None:
-        """What the forward asks of the model's own parameters and buffers, and was told."""
-        self._answers_of_state = answers
+        """What the forward asks of the model's own parameters and buffers, and of its inputs, and was told."""
+        self._told = answers
 
     def written(self, whole: Whole) -> dict[str, torch.Tensor]:
         """Collective: what a call writes to parameters before it uses them, whole, by name. whole: as of `changed`."""
-        return self._answers_of_state.written(whole)
+        return self._told.written(whole)
 
     def ask_for(self, mode: GradMode) -> None:
         """The model's code asks whether gradients are wanted, and was told so."""
@@ -110,10 +110,11 @@ class Guards:
         """The training flag of every module, now."""
         return tuple([m.training for m in self._modules])
 
-    def changed(self, whole: Whole | None = None) -> str | None:
+    def changed(self, whole: Whole | None = None, given: Given | None = None) -> str | None:
         """None if everything is as it was; else what changed, from what to what. Collective, where the forward asks for values of its
-        state. whole: gives a parameter or buffer by its name; without it the model holds them whole."""
-        if (said := self._answers_changed(whole)) is not None:
+        state. whole: gives a parameter or buffer by its name; without it the model holds them whole. given: the inputs of a call, of the
+        global batch; without it they are as they were."""
+        if (said := self._answers_changed(whole, given)) is not None:
             return said
         if self._mode is not None and self._mode != (called := as_called()):
             return f"whether gradients are wanted, which its forward asks for: from {self._mode} to {called}"
@@ -133,9 +134,9 @@ class Guards:
         return "; ".join(map(str, found[:_SAID])) + more
 
     # ---------------------------------------------------------------------------------------------------------- private
-    def _answers_changed(self, whole: Whole | None) -> str | None:
-        asked = self._answers_of_state
-        return asked.changed_of(self._model) if whole is None else asked.changed(whole)
+    def _answers_changed(self, whole: Whole | None, given: Given | None) -> str | None:
+        asked = self._told
+        return asked.changed_of(self._model) if whole is None else asked.changed(whole, given)
 
     def _counts(self, change: Change) -> bool:
         if change.after is LEFT_OUT:

@@ -263,6 +263,9 @@ def _captured(
         guards.follow((*left, *calls.counted), calls.settled, calls.left)
         guards.said(sayings_of(program, found.shows, () if calls is None else calls.said))
     guards.answered(found.answers)
+    if asked_of_inputs := found.answers.said_of_inputs:
+        said = f"the batch chooses, at {'; '.join(asked_of_inputs)}: one of another answer is captured when it first comes"
+        program = program.replace(notes=(*program.notes, said))
     ours = trace.returned[len(trace.returned) - len(places) :] if places else ()
     guards.given(dict(zip(places, ours, strict=True)))
     if around.asked or not (trains or trace.metas[trace.loss].type.grad):
@@ -328,7 +331,7 @@ def _traced(
     as_written: OwnGradients | None, leaves: tuple[str, ...] = (), sizes: bool = True,
 ) -> tuple[TracedCall, Trace]:  # fmt: skip
     """The trace, in which the smallest submodules around what cannot be exported are one operator each, and those of `as_written`; where
-    there is none, the operators whose sizes depend on values."""
+    there is none, the operators whose sizes depend on values; and else the program holds for what inputs have decided."""
     regions = Regions(model, loss, inputs)
     if as_written is not None and as_written.whole:
         if not regions.include_model(as_written.whole):
@@ -341,10 +344,11 @@ def _traced(
             with contextlib.suppress(CaptureError, NotRepeated, Seen):  # which the trace of every call explains
                 return _with_stand_ins(model, loss, inputs, start, regions, again, outputs=outputs, hides=hides)
     first: CaptureError | None = None
+    numbers = False
     while True:
         try:
             with regions.standing_in() as applied:
-                found = traced(model, loss, copied(inputs), start, outputs=outputs, sizes=sizes, leaves=leaves)
+                found = traced(model, loss, copied(inputs), start, outputs=outputs, sizes=sizes, leaves=leaves, numbers=numbers)
             labels_in_rows(found.exported.graph_module)
             return found, flatten(model, found.exported, start, regions)
         except (NoLoss, OtherGradients, SparseGradients):
@@ -355,6 +359,9 @@ def _traced(
                 continue
             if isinstance(error, DependsOnValues) and with_islands(model, found.exported, inputs, regions):
                 return found, flatten(model, found.exported, start, regions)
+            if error.asks_inputs and not numbers:
+                numbers = True
+                continue
             raise CaptureError(f"{first}{regions.why_not(first)}") from first.__cause__
 
 

@@ -3,6 +3,7 @@ of its inputs, captured at the first such call and again where something that wa
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 import warnings
@@ -19,7 +20,7 @@ from autopar.run import record, state, watchdog
 from autopar.run.autocast import Autocast, ambient
 from autopar.run.form import Emitted, Form, Guards
 from autopar.run.grad_mode import with_gradients
-from autopar.run.inputs import Shapes, Structure, arguments_of, as_example, given_as, structure_of
+from autopar.run.inputs import Path, Shapes, Structure, arguments_of, as_example, given_as, structure_of
 from autopar.run.lies import Lies
 from autopar.run.manifest import Manifest
 from autopar.run.outputs import Returned
@@ -101,10 +102,11 @@ class Forms:
                 "batch_size=...), or left out (drop_last=True)",
             )
         changed = None
-        for form in self._made.get(key, []):
-            changed = form.guards.changed(self._whole) if form.guards is not None else None
+        asked = functools.partial(self._input, call, {})
+        for place, form in enumerate(self._made.get(key, [])):
+            changed = form.guards.changed(self._whole, asked) if form.guards is not None else None
             if changed is None:
-                self._decides(key, again=False)
+                self._decides(key, again=False, place=place)
                 self._runs(form)
                 return form
         if self.another is not None:
@@ -151,6 +153,12 @@ class Forms:
             )
         return first
 
+    def _input(self, call: Call, known: dict[Path, Tensor], path: Path) -> Tensor:
+        """Collective, where each rank is given its own part: an input of a call, of the global batch. known: those that were asked for."""
+        if not known:
+            known |= self.first.batch.by_path(*self.first.batch.whole(call.args, call.kwargs))
+        return known[self.first.batch.named(path)]
+
     def _asked_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes:
         """What the model's code may ask of the tensors of a call, beside their shapes."""
         guards = self.first.guards
@@ -181,13 +189,14 @@ class Forms:
             f"every step as a tensor: an input, or a buffer{last}; and pad sequences to a few lengths (autopar.Padding)"
         )
 
-    def _decides(self, key: Key, *, again: bool, why: str = "") -> None:
+    def _decides(self, key: Key, *, again: bool, place: int = 0, why: str = "") -> None:
         """Note what the call runs, and whether it captures the model again, for other ranks to read. LaunchError where others are called
-        otherwise: collectives of other sizes would mix what they bring together, or wait for ever."""
+        otherwise: collectives of other sizes would mix what they bring together, or wait for ever. place: of the form among those that
+        differ in what their forward asks alone."""
         watch, mesh = watchdog.current(), self.first.mesh
         if watch is None or not mesh.talks:
             return
-        mine = record.decided(self._number(key), again=again)
+        mine = record.decided(self._number(key) ^ place << 1, again=again)
         if not again:
             if (other := watch.apart(mine)) is not None:
                 first, second = sorted((mesh.rank, other))

@@ -2,6 +2,9 @@
 
 The stages read leaves in the place of such inputs: this rank's parts, cut from what the call gives. A leaf's gradient lies as the input
 does, with R for the terms of a sum, and becomes whole on every rank, so that what computed the input goes on backward alike everywhere.
+
+Where each data-parallel rank is given its own part of the batch, a part's gradient is that of a loss whose mean over these ranks is
+trained: what computed the part brings its own gradients together by their mean, as DistributedDataParallel does.
 """
 
 from __future__ import annotations
@@ -48,6 +51,8 @@ class InputGradients:
             axis, layout = self._mesh.axis(name), Layout.parse(spec.layouts.get(name, "I"))
             if layout == R:
                 grad = comm.all_reduce(grad, axis)
-            elif layout.is_shard and axis.size > 1 and not (name == BATCH and self._local):
+            elif layout.is_shard and name == BATCH and self._local:
+                grad = grad * axis.size
+            elif layout.is_shard and axis.size > 1:
                 grad = joined(comm.all_gather(grad, axis), layout.dim, layout.groups)
         return grad.to(given.device)

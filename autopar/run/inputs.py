@@ -29,7 +29,7 @@ from autopar.run.slices import joined, local_slice
 from autopar.run.wholes import whole_of
 
 __all__ = [
-    "Arguments", "Batch", "Shapes", "Structure", "arguments_of", "as_example", "as_programs_take", "check_attributes", "given_as",
+    "Arguments", "Batch", "Path", "Shapes", "Structure", "arguments_of", "as_example", "as_programs_take", "check_attributes", "given_as",
     "micro_batch", "not_dense", "structure_of",
 ]  # fmt: skip
 
@@ -48,13 +48,13 @@ class Batch:
     def __init__(self, manifest: Manifest, mesh: Mesh, device: torch.device, *, local: bool) -> None:
         self._manifest, self._mesh, self._device, self.local = manifest, mesh, device, local
         self._positional = manifest.positional
-        self._constants = {self._by_name(path): value for path, value in manifest.constant_inputs}
+        self._constants = {self.named(path): value for path, value in manifest.constant_inputs}
         layouts = [Layout.parse(spec.layouts.get(BATCH, "I")) if local else None for spec in manifest.inputs]
         shapes = [
             (dtype_named(s.dtype), x.local_shape(s.shape, mesh.dp.size) if x is not None else s.shape, s.grad)
             for s, x in zip(manifest.inputs, layouts, strict=True)
         ]
-        paths = [self._by_name(spec.path) for spec in manifest.inputs]
+        paths = [self.named(spec.path) for spec in manifest.inputs]
         values = [(path, _value(v)) for path, v in self._constants.items() if v is not None]
         self.expected = _sorted([*zip(paths, shapes, strict=True), *values])
 
@@ -64,7 +64,7 @@ class Batch:
         leaves, on = list(self._leaves(args, kwargs)), torch.is_grad_enabled()
         for path, leaf in leaves:
             if isinstance(leaf, Tensor) and (lies := not_dense(leaf)):
-                name = _text(self._by_name(path))
+                name = _text(self.named(path))
                 raise ValueError(f"{self._manifest.model} was given a {lies[0]} tensor for its input {name}: {lies[1]}")
             if isinstance(leaf, Tensor) and (inside := transformed(leaf)):
                 raise ValueError(
@@ -76,7 +76,7 @@ class Batch:
             for path, leaf in leaves
             if leaf is not None
         )
-        return _sorted((self._by_name(path), what) for path, what in found)
+        return _sorted((self.named(path), what) for path, what in found)
 
     def beside(self, args: Sequence[object], kwargs: Mapping[str, object], *, same: bool, asks: Collection[str]) -> Shapes:
         """What else a forward may ask of the tensors of a call. same: which inputs are the same tensor as one before (`a is b`). asks: the
@@ -85,10 +85,10 @@ class Batch:
         found: list[tuple[Path, str]] = []
         for path, leaf in self._leaves(args, kwargs):
             if isinstance(leaf, Tensor):
-                name = _text(self._by_name(path))
+                name = _text(self.named(path))
                 if same and (before := first.setdefault(id(leaf), name)) != name:
-                    found.append((self._by_name(path), f"the same tensor as {before}"))
-                found += [(self._by_name(path), said) for said in said_of(leaf, asks)]
+                    found.append((self.named(path), f"the same tensor as {before}"))
+                found += [(self.named(path), said) for said in said_of(leaf, asks)]
         return _sorted(found)
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
@@ -97,11 +97,11 @@ class Batch:
         Raises TypeError (missing, unknown, not a tensor, wrong dtype) or ValueError (wrong shape or batch size, another
         constant than captured); each names the input.
         """
-        found = {self._by_name(path): leaf for path, leaf in self._leaves(args, kwargs)}
+        found = {self.named(path): leaf for path, leaf in self._leaves(args, kwargs)}
         bound: dict[str, Tensor] = {}
         missing: list[str] = []
         for spec in self._manifest.inputs:
-            path = self._by_name(spec.path)
+            path = self.named(spec.path)
             if path in found:
                 bound[spec.name] = self._checked(spec, found.pop(path))
             else:
@@ -158,11 +158,11 @@ class Batch:
 
     def whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Collective: the arguments with the global batch, of which this data-parallel rank was given its own part."""
-        layouts = {self._by_name(spec.path): Layout.parse(spec.layouts.get(BATCH, "I")) for spec in self._manifest.inputs}
+        layouts = {self.named(spec.path): Layout.parse(spec.layouts.get(BATCH, "I")) for spec in self._manifest.inputs}
 
         def joined_at(path: Sequence[Any], leaf: Any) -> Any:
             keys: tuple[Any, ...] = tuple(map(key_name, path))
-            layout = layouts.get(self._by_name(keys[1:]))
+            layout = layouts.get(self.named(keys[1:]))
             if not self.local or not isinstance(leaf, Tensor) or layout is None or not layout.is_shard:
                 return leaf
             parts = comm.all_gather(leaf.detach().to(self._device), self._mesh.dp)
@@ -171,7 +171,11 @@ class Batch:
         found = pytree.tree_map_with_path(joined_at, (tuple(args), dict(kwargs)))
         return found[0], found[1]
 
-    def _by_name(self, path: Path) -> Path:
+    def by_path(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[Path, Tensor]:
+        """The tensors of a call, by their paths as `named` gives them."""
+        return {self.named(path): leaf for path, leaf in self._leaves(args, kwargs) if isinstance(leaf, Tensor)}
+
+    def named(self, path: Path) -> Path:
         """A positional argument's path begins with the name of its parameter, where that is known."""
         first = path[0]
         return (self._positional[first], *path[1:]) if isinstance(first, int) and first < len(self._positional) else tuple(path)
@@ -187,7 +191,7 @@ class Batch:
             yield from _walk((name,), value)
 
     def _checked(self, spec: InputSpec, value: object) -> Tensor:
-        name = _text(self._by_name(spec.path))
+        name = _text(self.named(spec.path))
         if not isinstance(value, Tensor):
             raise TypeError(f"input {name} must be a tensor; got {type(value).__name__}")
         if value.requires_grad and torch.is_grad_enabled() and not spec.grad:
@@ -220,7 +224,7 @@ class Batch:
             if isinstance(value, Tensor) or not (value == captured or (value != value and captured != captured)):  # nan is as nan
                 raise ValueError(f"input {_text(path)} was {captured!r} when the model was captured, and is fixed; got {value!r}")
         elif value is not None:
-            known = ", ".join(_text(self._by_name(spec.path)) for spec in self._manifest.inputs)
+            known = ", ".join(_text(self.named(spec.path)) for spec in self._manifest.inputs)
             raise TypeError(f"{self._manifest.model} was captured without input {_text(path)}; its inputs are: {known}")
 
 

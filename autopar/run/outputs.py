@@ -348,10 +348,20 @@ class Outputs:
         return found
 
     def cotangents(self, grads: Mapping[str, Tensor | None], micro_batches: int) -> list[list[Tensor | None]]:
-        """For each micro-batch the gradients of what this rank's stages made, in their order, from those of the whole outputs, which are
-        the same on every rank: the transpose of `collected`."""
+        """Collective. For each micro-batch the gradients of what this rank's stages made, in their order, from those of what the call
+        returned: the transpose of `collected`. Of whole outputs they are the same on every rank. Where each rank makes a loss of its own
+        part of the batch, what is trained is the mean of these losses, as under DistributedDataParallel."""
         own = [spec for spec in self._specs if self._of[spec.stage] == self._mesh.pp.rank]
+        if self._local and self._mesh.dp.size > 1:
+            grads = {spec.name: self._of_the_mean(spec, grads.get(spec.name)) for spec in self._specs}
         return [[self._cut(spec, grads.get(spec.name), i, micro_batches) for spec in own] for i in range(micro_batches)]
+
+    def _of_the_mean(self, spec: OutputSpec, grad: Tensor | None) -> Tensor | None:
+        """The gradient of the mean of all data-parallel ranks' losses, from that of this rank's."""
+        if grad is None:
+            return None
+        apart = self._kept_apart(BATCH, Layout.parse(spec.layouts.get(BATCH, "I")))
+        return (grad if apart else comm.all_reduce(grad.contiguous(), self._mesh.dp)) / self._mesh.dp.size
 
     def _cut(self, spec: OutputSpec, grad: Tensor | None, index: int, micro_batches: int) -> Tensor | None:
         for name in cut_order(time=True):
