@@ -56,16 +56,28 @@ def test_they_are_refused_where_a_model_is_verified_too(how: str) -> None:
         capture(to_float64(_Holding(how)), (torch.randn(8, 4, dtype=torch.float64),))
 
 
-def test_nothing_that_capture_computed_stays_in_memory() -> None:
+class _Asking(nn.Module):
+    """Is traced a second time, with a number of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if int(counts.sum()) % 2 else self.layer(2 * x)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_nothing_that_capture_computed_stays_in_memory(asks: bool) -> None:
     """Without Python's collector of cycles, which may not look for a long time: on a GPU it would be the activations of a step."""
-    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 1))
-    x = torch.randn(8, 16)
-    capture(model, (x,), loss=torch.mean)  # modules that are imported on the way keep frames
+    model = _Asking() if asks else nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 1))
+    given = (torch.randn(8, 16), torch.arange(8))[: 1 + asks]
+    capture(model, given, loss=torch.mean)  # modules that are imported on the way keep frames
     gc.collect()
     gc.disable()
     try:
         before = {id(t) for t in _tensors()}
-        captured = capture(model, (x,), loss=torch.mean)
+        captured = capture(model, given, loss=torch.mean)
         known = before | {id(t) for t in captured.tensors.values()}
         left = [t for t in _tensors() if id(t) not in known and t.device.type == "cpu" and type(t) is torch.Tensor]
     finally:

@@ -153,11 +153,13 @@ class Answers:
         return self.of_inputs.changed(whole, given) if self.of_inputs is not None and given is not None else None
 
     def _now(self, leaf: Leaf, whole: Whole, given: Given | None) -> Tensor:
+        """A copy of it, for a question of inputs where these were."""
         if isinstance(leaf, str):
-            return whole(leaf).detach().clone().to(self.names[leaf])
+            device = next((device for _, device in self.paths.values()), None)
+            return whole(leaf).detach().to(device=device, dtype=self.names[leaf], copy=True)
         assert given is not None, leaf
         dtype, device = self.paths[leaf]
-        return given(leaf).detach().to(device, dtype, copy=True)
+        return given(leaf).detach().to(device=device, dtype=dtype, copy=True)
 
     def changed_of(self, model: nn.Module) -> str | None:
         """The same of a model that holds its parameters and buffers whole, for a call with the same inputs."""
@@ -332,6 +334,10 @@ class Tape:
             self._questions.append(_Question(question.after, _Call(func, says=True), question.args, said, question.line))
         return (found,)
 
+    def forget(self) -> None:
+        """The trace has ended: nothing is asked any more, and the values are let go of."""
+        self._real.clear()
+
     def answers(self) -> Answers:
         """All that was asked."""
         of_state, of_inputs = ([q for q in self._questions if q.of_inputs is kind] for kind in (False, True))
@@ -406,7 +412,7 @@ class Tape:
         made = [x if isinstance(x, Tensor) and _traced(x) else None for x in pytree.tree_leaves(result)]
         if all(x is None for x in made) and not written:
             return
-        if any(x is not None and x.numel() > LARGEST for x in made):
+        if any(x is not None and not (_is_of_numbers(x.shape) and x.numel() <= LARGEST) for x in made):
             self._lost |= written
             return
         if call.func is _fill and made[0] is not None:
@@ -497,6 +503,11 @@ def _digest(t: Tensor) -> str:
 def _traced(x: Tensor) -> bool:
     """Whether a tensor is one of a trace, or has no values otherwise; not one of torch.vmap, which has no memory of its own."""
     return isinstance(x, FakeTensor) or (x.is_meta and not torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
+def _is_of_numbers(shape: Iterable[object]) -> bool:
+    """Whether values decide no size of it."""
+    return all(isinstance(size, int) for size in shape)
 
 
 def _may_write(name: str, kwargs: Mapping[str, Any]) -> bool:

@@ -79,6 +79,7 @@ def traced(
                 f"  what to do: set it before training; keep numbers that do not change in a buffer"
             )
     finally:
+        step.tape.forget()
         generators.restore(random)
         start.restore()
         _clear_traced(start.reached.caches)

@@ -201,9 +201,7 @@ def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden:
     except FAILURES as e:
         if line := step.border.differentiates:
             raise OtherGradients(f"{_cannot(step.model)}\n  at {line}: it asks for gradients inside of the forward") from e
-        error = CaptureError(_explain(step.model, e))
-        error.asks_inputs = step.tape.untold
-        raise error from e
+        raise _failed(step, e) from e
     sys.stderr.write(printed.getvalue())
     return _without_vmap(exported)
 
@@ -302,6 +300,12 @@ def quiet() -> Iterator[None]:
     finally:
         for logger, disabled in zip(loggers, before):
             logger.disabled = disabled
+
+
+def _failed(step: Step, error: BaseException) -> CaptureError:
+    failed = CaptureError(_explain(step.model, error))
+    failed.asks_inputs = step.tape.untold
+    return failed
 
 
 def _explain(model: nn.Module, error: BaseException) -> str:

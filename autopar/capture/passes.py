@@ -350,7 +350,9 @@ def _traced(
             with regions.standing_in() as applied:
                 found = traced(model, loss, copied(inputs), start, outputs=outputs, sizes=sizes, leaves=leaves, numbers=numbers)
             labels_in_rows(found.exported.graph_module)
-            return found, flatten(model, found.exported, start, regions)
+            trace = flatten(model, found.exported, start, regions)
+            first = None  # whose traceback holds this frame, and tensors
+            return found, trace
         except (NoLoss, OtherGradients, SparseGradients):
             raise
         except CaptureError as error:

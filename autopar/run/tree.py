@@ -300,7 +300,8 @@ class Tree:
                 if trains and name not in self._trainable:
                     raise ValueError(
                         f"parameter {name} did not require a gradient when the model was compiled, so that none was planned for it. "
-                        f"Unfreeze it before the model is compiled, or compile the model again"
+                        f"Unfreeze it before the model is compiled, and freeze what compile returned (requires_grad_(False)), which may "
+                        f"be undone at any time; or compile the model again"
                     )
                 if name in self.held:
                     self.held[name].trains = trains
