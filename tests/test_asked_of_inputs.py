@@ -17,6 +17,7 @@ from autopar.capture import capture
 from autopar.capture.answers import QUESTIONS, given_by
 from autopar.errors import CaptureError
 from autopar.run import WorkerPool
+from autopar.run.region import REGION
 
 Asks = Callable[["Tagger", Tensor, Tensor], bool]
 SIZE, LENGTH, WORDS = 8, 5, 12
@@ -127,6 +128,23 @@ def too_often(m: Tagger, ids: Tensor, mask: Tensor) -> bool:
 def test_what_more_than_the_batch_decides_is_refused(asks: Asks) -> None:
     with pytest.raises(CaptureError, match="test_asked_of_inputs.py"):
         capture(Tagger(asks), batch(1))
+
+
+class Chosen(Tagger):
+    """The words of the first sample are chosen by a mask that it is written to."""
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        chosen = torch.zeros(WORDS, dtype=torch.bool)
+        chosen[ids[0]] = True
+        h = torch.tanh(self.up(self.words.weight))[:, None]
+        return self.down(h[chosen]).square().mean() + 0 * mask.sum() * labels.sum()
+
+
+@pytest.mark.pure
+def test_sizes_that_a_written_mask_decides_run_as_they_are_written() -> None:
+    captured = capture(Chosen(not_all_ones), batch(1))
+    assert captured.answers.of_inputs is None and not captured.answers.questions
+    assert any(op.target == REGION for op in captured.program.ops)
 
 
 @pytest.mark.pure

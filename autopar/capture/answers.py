@@ -296,7 +296,7 @@ class Tape:
         if asking(2).f_code.co_filename.startswith(_MODULES):  # of torch, which ask for what changes in every call
             return None
         of_inputs = self._is_of_inputs(numbers)
-        if of_inputs and not self._may_ask_inputs(name, given, numbers):
+        if of_inputs and not self._may_ask_inputs(name, given):
             return None
         question = _Question(len(self._steps), func, self._of_tape(args), None, running_line(), of_inputs)
         found = self._found(asked := self._with_steps([question]))
@@ -306,10 +306,9 @@ class Tape:
             self._questions.append(dataclasses.replace(question, answer=found))
         return (found,)
 
-    def _may_ask_inputs(self, name: str, given: Sequence[Tensor], numbers: Sequence[int | None]) -> bool:
-        """Whether what is asked of inputs is told: of inputs and buffers alone, and not too often."""
-        asked = sum(q.of_inputs for q in self._questions)
-        if asked >= QUESTIONS or self._touches(numbers, self._parameters):
+    def _may_ask_inputs(self, name: str, given: Sequence[Tensor]) -> bool:
+        """Whether what is asked of inputs is told: not too often, and numbers if nothing else helps."""
+        if sum(q.of_inputs for q in self._questions) >= QUESTIONS:
             return False
         is_truth = name in _TRUTHS or (name == "item" and given[0].dtype == torch.bool)
         self.untold |= not (is_truth or self._numbers)
