@@ -14,7 +14,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 
 import autopar
 from autopar.run import ParallelModule, WorkerPool
@@ -191,6 +197,43 @@ def moved(pins: dict[str, int]) -> tuple[list[float], list[float]]:
 def test_states_as_torch_distributed_takes_them(pair: WorkerPool, plan: str) -> None:
     for own, other in pair.run(moved, PINS[plan]):
         assert own == other
+
+
+Whole = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def made_whole(pins: dict[str, int]) -> tuple[Whole, Whole, list[float], list[float]]:
+    """Whole states, on rank 0 alone, and on all, after which ranks wait for one another; the losses that come next, and those of another
+    module that takes what rank 0 has."""
+    module, batches = parallel(pins)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    trained(module, optimizer, batches)
+    rank_0 = get_state_dict(module, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    dist.barrier()
+    on_all = copy.deepcopy(get_state_dict(module, optimizer, options=StateDictOptions(full_state_dict=True)))
+    other, _ = parallel(pins)
+    stepping = torch.optim.AdamW(other.parameters(), lr=1.0)
+    from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, dict(rank_0[0]), options=from_rank_0)
+    set_optimizer_state_dict(other, stepping, copy.deepcopy(rank_0[1]), options=from_rank_0)
+    return copy.deepcopy(rank_0), on_all, trained(module, optimizer, batches), trained(other, stepping, batches)
+
+
+@pytest.mark.parametrize("plan", list(PINS))
+def test_whole_states_as_torch_distributed_makes_them(pair: WorkerPool, plan: str) -> None:
+    plain, batches = built(Classifier)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    trained(plain, optimizer, batches)
+    model, states = get_state_dict(plain, optimizer)
+    for rank, (rank_0, on_all, own, other) in enumerate(pair.run(made_whole, PINS[plan], timeout_s=180)):
+        assert own == other
+        assert rank == 0 or rank_0 == ({}, {})
+        for of_model, of_optimizer in (on_all, rank_0)[: 2 - rank]:
+            for found, expected in ((of_model, model), *((of_optimizer["state"][name], s) for name, s in states["state"].items())):
+                assert found.keys() == expected.keys()
+                for name, tensor in expected.items():
+                    assert type(found[name]) is Tensor, name
+                    torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
 
 
 def written(pins: dict[str, int], folder: str, what: str) -> str:

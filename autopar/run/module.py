@@ -28,6 +28,7 @@ from autopar.run.checkpointed import not_kept_for_later
 from autopar.run.dtypes import dtype_named
 from autopar.run.form import Emitted, Form, Guards
 from autopar.run.forms import Call, Forms
+from autopar.run.full_states import whole_where_full
 from autopar.run.gathered import GatheredWhereUsed, Orders, Units
 from autopar.run.grad_mode import with_gradients
 from autopar.run.input_gradients import InputGradients
@@ -164,6 +165,7 @@ class ParallelModule(WithState):
         record.count_from(max(map(int, mesh.collected([str(record.calls())]))))
         begin_writing()
         hook_optimizers()
+        whole_where_full()
 
     # --------------------------------------------------------------------------------------------------------- training
     def forward(self, *args: object, **kwargs: object) -> Any:

@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 from autopar.run import record
 from autopar.run.alike import note_written
 from autopar.run.clipping import norms_together
+from autopar.run.full_states import whole_where_full
 from autopar.run.given import check_given
 from autopar.run.part import as_part, lies_of
 from autopar.run.parts import Part, PartTensor
@@ -88,6 +89,7 @@ def close_steps() -> None:
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     close_steps()
+    whole_where_full()
     if _not_called:
         _tell(optimizer)
     record.phase(record.OPTIMIZER)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.run import state
+from autopar.run.full_states import whole_where_full
 from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Mesh
@@ -41,6 +42,11 @@ class WithState(StandIn):
     mesh: Mesh
     original: nn.Module | None
     _tree: Tree
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module: of what rests in parts, the parts."""
+        whole_where_full()
+        return super().state_dict(*args, **kwargs)
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """Collective: the state_dict of the original model (all aliases, persistent buffers, and what its modules' own methods and hooks
