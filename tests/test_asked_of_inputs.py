@@ -181,11 +181,12 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    ("pins", "local"),
-    [({"dp": 2}, False), ({"dp": 2}, True), ({"tp": 2}, False), ({"pp": 2, "micro_batches": 2}, False), ({"dp": 2, "zero": 3}, True)],
-    ids=str,
-)
-@pytest.mark.parametrize("asks", [not_all_ones, an_item])
+    ("asks", "pins", "local"),
+    [
+        (not_all_ones, {"dp": 2}, False), (not_all_ones, {"tp": 2}, False), (not_all_ones, {"pp": 2, "micro_batches": 2}, False),
+        (not_all_ones, {"dp": 2, "zero": 3}, True), (an_item, {"dp": 2}, True), (an_item, {"tp": 2}, False),
+    ],
+)  # fmt: skip
 def test_batches_of_both_answers_train_as_on_one_process(pool: WorkerPool, asks: Asks, pins: dict[str, Any], local: bool) -> None:
     run = functools.partial(trained, asks)
     for losses, expected, captures in pool.run(run, pins, local):
