@@ -212,6 +212,38 @@ def test_losses_of_their_own_parts_train_their_mean_as_under_ddp(pool: WorkerPoo
             assert torch.allclose(found[name], grad, rtol=1e-10, atol=1e-12), (name, found[name] / grad)
 
 
+class Weighted(Net):
+    """Samples count by weights [batch], relative to their mean, and more where there are few kinds of them."""
+
+    def forward(self, x: Tensor, y: Tensor, weights: Tensor | None = None, kinds: Tensor | None = None) -> Tensor:
+        losses = F.cross_entropy(self.down(F.gelu(self.up(x))), y, reduction="none")
+        if kinds is not None and kinds.max() < 3:
+            losses = 2.0 * losses
+        return losses.mean() if weights is None else (losses * weights / weights.mean()).mean()
+
+
+def with_inputs_that_come_later(pins: dict[str, int]) -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    x, y = (t[:GLOBAL] for t in dataset().tensors)
+    model = Weighted().double()
+    plain = copy.deepcopy(model)
+    compiled: Any = autopar.compile(model, gpus=2, cluster="cpu", pins=pins, example_inputs=(x, y), local_batch=True)
+    n, rank = GLOBAL // compiled.data_ranks, compiled.data_rank
+    weights, kinds = torch.arange(1.0, GLOBAL + 1, dtype=torch.float64), torch.arange(GLOBAL)
+    found = []
+    for more in ({}, {"weights": weights}, {"weights": weights, "kinds": kinds}, {"kinds": kinds % 3}, {"kinds": kinds}):
+        part = {name: t[n * rank : n * (rank + 1)] for name, t in {"x": x, "y": y, **more}.items()}
+        found.append((compiled(**part).item(), plain(x, y, **more).item()))
+    return [ours for ours, _ in found], [theirs for _, theirs in found]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("pins", [{"dp": 2}, {"tp": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_inputs_that_come_later_are_parts_too(pool: WorkerPool, pins: dict[str, int]) -> None:
+    for losses, expected in pool.run(with_inputs_that_come_later, pins, timeout_s=180):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.pure
 def test_wrong_wishes() -> None:
     with pytest.raises(ValueError, match="local_batch=True needs example_inputs: the global batch"):

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.axes import BATCH, TIME, cut_order
 from autopar.errors import LaunchError
-from autopar.ir import Layout
+from autopar.ir import Layout, R, S
 from autopar.run import comm, record
 from autopar.run.asked import kinds_of, said_of, transformed
 from autopar.run.dtypes import dtype_named
@@ -157,13 +157,19 @@ class Batch:
             )
 
     def whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Collective: the arguments with the global batch, of which this data-parallel rank was given its own part."""
+        """Collective: the arguments with the global batch, of which this data-parallel rank was given its own part. An input that was not
+        planned with is a part, too, where it has as many samples as those that were."""
         layouts = {self.named(spec.path): Layout.parse(spec.layouts.get(BATCH, "I")) for spec in self._manifest.inputs}
+        given = self.by_path(args, kwargs)
+        samples = {given[path].shape[0] for path, layout in layouts.items() if layout == S(0) and path in given and given[path].dim()}
 
         def joined_at(path: Sequence[Any], leaf: Any) -> Any:
             keys: tuple[Any, ...] = tuple(map(key_name, path))
-            layout = layouts.get(self.named(keys[1:]))
-            if not self.local or not isinstance(leaf, Tensor) or layout is None or not layout.is_shard:
+            if not self.local or not isinstance(leaf, Tensor):
+                return leaf
+            unplanned = S(0) if leaf.dim() and {leaf.shape[0]} == samples else R
+            layout = layouts.get(self.named(keys[1:]), unplanned)
+            if not layout.is_shard:
                 return leaf
             parts = comm.all_gather(leaf.detach().to(self._device), self._mesh.dp)
             return joined(parts, layout.dim, layout.groups).to(leaf.device).requires_grad_(leaf.requires_grad)
@@ -214,6 +220,8 @@ class Batch:
             f" This module was planned for batches of this size ({kind}); give such batches (drop the last short one), or compile "
             "again for the other size."
             if same_but_batch
+            else " The plan does not divide this input among data-parallel ranks: give each of them all of it."
+            if self.local and not layout.is_shard and self._mesh.dp.size > 1
             else ""
         )
         raise ValueError(f"input {name} must have shape {expected}; got {tuple(value.shape)}.{hint}")
