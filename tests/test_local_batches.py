@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import warnings
 from collections.abc import Iterator
@@ -235,6 +236,31 @@ def with_inputs_that_come_later(pins: dict[str, int]) -> tuple[list[float], list
         part = {name: t[n * rank : n * (rank + 1)] for name, t in {"x": x, "y": y, **more}.items()}
         found.append((compiled(**part).item(), plain(x, y, **more).item()))
     return [ours for ours, _ in found], [theirs for _, theirs in found]
+
+
+class Classes(Net):
+    """Classes count by weights [4], which no sample changes."""
+
+    def forward(self, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(self.down(F.gelu(self.up(x))), y, weight=weights)
+
+
+def of_all_samples(other: bool) -> str:
+    x, y = (t[:GLOBAL] for t in dataset().tensors)
+    weights = torch.ones(4, dtype=torch.float64)
+    torch.manual_seed(0)
+    compiled: Any = autopar.compile(
+        Classes().double(), gpus=2, cluster="cpu", pins={"dp": 2}, example_inputs=(x, y, weights), local_batch=True
+    )  # fmt: skip
+    mine = slice(compiled.data_rank * GLOBAL // 2, (compiled.data_rank + 1) * GLOBAL // 2)
+    return said(functools.partial(compiled, weights=weights + other * dist.get_rank()), x[mine], y[mine])
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("other", [False, True])
+def test_what_is_not_divided_is_the_same_on_all_ranks(pool: WorkerPool, other: bool) -> None:
+    expected = "differs between rank 0 and rank 1.*does not divide it.*give the same to all" if other else "^the loss"
+    assert all(re.search(expected, text) for text in pool.run(of_all_samples, other))
 
 
 @pytest.mark.gloo

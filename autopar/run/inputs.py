@@ -125,8 +125,9 @@ class Batch:
         return parts
 
     def check_equal(self, bound: Mapping[str, Tensor]) -> None:
-        """Collective: raise LaunchError unless all ranks were given the same data (local: all of one data-parallel rank). Where local parts
-        are all the same, it is warned of: nothing is wrong with that, but a sampler is missing as a rule."""
+        """Collective: raise LaunchError unless all ranks were given the same data (local: all of one data-parallel rank; of an input that
+        is not divided, all). Where local parts are all the same, it is warned of: nothing is wrong with that, but a sampler is missing as
+        a rule."""
         if not self._mesh.talks:
             return
         sums = [int.from_bytes(hashlib.sha256(_bytes(t)).digest()[:7], "little") for t in bound.values()]
@@ -135,21 +136,27 @@ class Batch:
         record.entered(record.AGREEMENT, self._mesh.everyone.name)
         dist.all_gather(everyone, mine, group=self._mesh.everyone.group)
         record.left()
-        first: dict[int, tuple[int, list[int]]] = {}
+        one = self._mesh.dp.size == 1
+        divided = {s.name for s in self._manifest.inputs if self.local and (one or Layout.parse(s.layouts.get(BATCH, "I")).is_shard)}
+        first: dict[tuple[str, int], tuple[int, int]] = {}
+        parts: dict[int, list[int]] = {}
         for rank, (part, *theirs) in enumerate(torch.stack(everyone).tolist()):
-            other, expected = first.setdefault(part, (rank, theirs))
-            for name, a, b in zip(bound, expected, theirs, strict=True):
-                if a != b:
+            parts.setdefault(part, theirs)
+            for name, found in zip(bound, theirs, strict=True):
+                other, expected = first.setdefault((name, part if name in divided else 0), (rank, found))
+                if found != expected:
                     raise LaunchError(
                         f"input {name!r} differs between rank {other} and rank {rank}, which must be given the same data. "
                         + (
                             "All ranks of one data-parallel rank load the same part: autopar.sampler(dataset, model) says which"
+                            if name in divided
+                            else "The plan does not divide it among data-parallel ranks: give the same to all of them"
                             if self.local
                             else "Give every rank the same global batch (no DistributedSampler, the same seed for shuffling), or compile "
                             "with local_batch=True, and load each data-parallel rank's own part with autopar.sampler(dataset, model)"
                         )
                     )
-        if len(first) > 1 and len({tuple(sums) for _, sums in first.values()}) == 1:
+        if len(parts) > 1 and len(set(map(tuple, parts.values()))) == 1:
             warnings.warn(
                 "every data-parallel rank was given the same samples: with local_batch=True each is to be given a part of its own, which "
                 "autopar.sampler(dataset, model) loads",
