@@ -225,10 +225,11 @@ def compile(  # noqa: A001  (the field's word)
     is, but for 'loss' and under torch.no_grad(), computed by the original with whole parameters on every rank.
 
     local_batch: each data-parallel rank is called with its own part of the batch (`autopar.sampler` loads it); example_inputs are the
-    global batch all the same. Without it every rank is called with the global batch. The loss that a call returns is that of the global
-    batch in any case. What else a call returns of samples is of a rank's own part then, and a loss that a rank makes of it, too: the mean
-    of all ranks' losses is trained, as under DistributedDataParallel; what computes a rank's inputs (an encoder outside) is to bring its
-    gradients together by their mean, as DistributedDataParallel around it does.
+    global batch all the same. Without it every rank is called with the global batch. What is not of samples (weights of classes) is given
+    to all alike. The loss that a call returns is that of the global batch in any case. What else it returns of samples is of a rank's own
+    part then, and a loss that a rank makes of it, too: the mean of all ranks' losses is trained, as under DistributedDataParallel. What
+    computes a rank's inputs (an encoder outside) is to bring its gradients together by their mean, as DistributedDataParallel around it
+    does.
 
     compile_stages: give what the emitted module computes between its collectives to torch.compile; the name of a backend, or True for
     'inductor'. A block is compiled once, when it is first called.
