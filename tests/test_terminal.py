@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import pty
 import re
@@ -75,15 +74,15 @@ class Terminal:
 
     def __init__(self, folder: Path, wait_s: float, *words: str) -> None:
         (folder / "net.py").write_text(MODEL)
-        self.master, slave = pty.openpty()
+        self.master, self.slave = pty.openpty()  # ours stays open: what is written last can be lost where a terminal is closed
         env = {**os.environ, "AUTOPAR_CACHE": "off", "COLUMNS": "100", "LINES": "40", "TERM": "xterm", "PYTHONUNBUFFERED": "1"}
         env.pop("RANK", None)
         # what is started in the background ignores the signal
         self.program = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(SLOW), str(wait_s), *words], stdin=slave, stdout=slave, stderr=slave, cwd=folder,
-            env=env, start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            [sys.executable, "-c", textwrap.dedent(SLOW), str(wait_s), *words], stdin=self.slave, stdout=self.slave,
+            stderr=self.slave, cwd=folder, env=env, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
-        os.close(slave)
         self.said = ""
 
     def until(self, seen: Callable[[str], object]) -> bool:
@@ -92,14 +91,12 @@ class Terminal:
         while not seen(self.said):
             if time.monotonic() > end:
                 return False
+            ended = self.program.poll() is not None
             ready, _, _ = select.select([self.master], [], [], 0.2)
             if ready:
-                try:
-                    self.said += os.read(self.master, 65536).decode(errors="replace")
-                except OSError as error:
-                    if error.errno != errno.EIO:  # as Linux says when the other side is closed
-                        raise
-                    return bool(seen(self.said))
+                self.said += os.read(self.master, 65536).decode(errors="replace")
+            elif ended:
+                return False
         return True
 
     def ended(self) -> int:
@@ -114,6 +111,7 @@ class Terminal:
             self.program.kill()
         self.program.wait(timeout=60)
         os.close(self.master)
+        os.close(self.slave)
 
 
 def _plain(text: str) -> str:
