@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks._traps_kit import BATCH, CLASSES, HIDDEN, Compile, Net, Results, batch, program, seeded, sgd, state
+from benchmarks._traps_kit import BATCH, CLASSES, HIDDEN, Compile, Net, Results, batch, program, seeded, state, train
 
 KIND = "values"
 LENGTH = 6
@@ -41,13 +41,7 @@ def _of_lengths() -> list[tuple[Tensor, Tensor, Tensor]]:
 
 def _trained(compile: Compile, build: type[nn.Module], given: list[tuple[Any, ...]]) -> Results:
     model = compile(seeded(build), example_inputs=given[0])
-    optimizer, losses = sgd(model), []
-    for one in given:
-        optimizer.zero_grad()
-        loss = model(*one)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train(model, inputs=given)
     with torch.no_grad():
         losses += [model(*one).item() for one in given[:2]]
     return {"losses": losses, "state": state(model)}

@@ -11,7 +11,24 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from benchmarks._traps_kit import BATCH, HIDDEN, WIDTH, Compile, Logits, Net, Normed, Results, batch, batches, program, seeded, sgd, state
+from benchmarks._traps_kit import (
+    BATCH,
+    HIDDEN,
+    WIDTH,
+    Compile,
+    InDict,
+    Logits,
+    Net,
+    Normed,
+    Results,
+    batch,
+    batches,
+    program,
+    seeded,
+    sgd,
+    state,
+    trained,
+)
 
 KIND = "local"
 
@@ -99,14 +116,7 @@ class _Contrasted(Net):
 def parts_whose_samples_are_contrasted(compile: Compile) -> Results:
     """Negatives are those of all ranks, without a gather in the model."""
     model = _compiled(compile, _Contrasted)
-    optimizer, losses = sgd(model), []
-    for given in batches(4):
-        optimizer.zero_grad()
-        loss = model(*part_of(model, *given))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "state": state(model)}
+    return trained(model, inputs=[part_of(model, *given) for given in batches(4)])
 
 
 @program(KIND)
@@ -145,10 +155,8 @@ def parts_evaluated(compile: Compile) -> Results:
     return {"hits": found, "state": state(model)}
 
 
-class _Told(Normed):
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        logits = self.logits(x)
-        return {"loss": F.cross_entropy(logits, y), "logits": logits}
+class _Told(InDict, Normed):
+    """The loss and logits, of a model with running statistics."""
 
 
 class _Teaching(Net):
@@ -204,11 +212,4 @@ def parts_of_which_one_is_padded(compile: Compile) -> Results:
     masks = torch.ones_like(ids)
     masks[1::2, BATCH // 2 + 1 :, 3:] = 0
     model = _compiled(compile, _Sequences, example_inputs=(ids[0], masks[0]))
-    optimizer, losses = sgd(model), []
-    for given in zip(ids, masks, strict=True):
-        optimizer.zero_grad()
-        loss = model(*part_of(model, *given))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "state": state(model)}
+    return trained(model, inputs=[part_of(model, *given) for given in zip(ids, masks, strict=True)])
