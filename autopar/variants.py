@@ -1,5 +1,5 @@
 """The same plan for other inputs, another mode, or a model that has changed: a batch of another size, evaluation, a number that the
-user anneals.
+user anneals, parameters that are not frozen any more.
 
 What the plan froze at capture (sizes of views, masks, counts) is not patched: the model is captured again as it is now, the plan is
 completed for that program (`planner.complete`), and every strategy is checked against the operator rules as for a plan that was read from
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ from autopar.run.grad_mode import with_gradients
 from autopar.run.manifest import ParamSpec
 from autopar.run.outputs import Returned
 from autopar.run.together import decided_by_rank_0, done_by_all
+from autopar.unfrozen import unplanned_text
 from cost_models.cluster import Cluster
 
 __all__ = ["Variants", "tensors_of"]
@@ -50,6 +52,8 @@ class Variants:
     ) -> None:  # fmt: skip
         self._model, self._plan, self._program, self._loss, self._emit, self._cluster = model, plan, program, loss, emit, cluster
         self._outputs, self._dtype, self._backend = outputs, dtype, backend
+        self._planned = frozenset(p.fqn for p in program.params if p.trainable)
+        self._told: set[str] = set()  # parameters that train and were not planned to
 
     def __call__(
         self, module: ParallelModule, inputs: Any, why: str
@@ -80,6 +84,11 @@ class Variants:
             if count == plan.global_batch:
                 remedy = f"What it computes now is not what it computed when it was compiled{why and f' ({why})'}: compile it again"
             raise ValueError(f"{size} cannot run as it was planned ({planned}): {reason}. {remedy}") from e
+        unplanned = [spec for spec in emitted.MANIFEST.params if spec.trainable and spec.name not in self._planned]
+        if fresh := {spec.name for spec in unplanned} - self._told:
+            self._told |= fresh
+            if module.mesh.rank == 0:
+                warnings.warn(unplanned_text(module.manifest.model, unplanned, plan), stacklevel=2)
         constants = {b.fqn or b.value for b in program.buffers if b.fqn is None or b.region}
         tensors = {name: tensor for name, tensor in tensors_of(captured).items() if name in constants}
         return emitted, tensors, captured.guards, captured.returned

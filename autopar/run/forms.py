@@ -1,5 +1,6 @@
-"""Which form of a module runs for a call: there is one for each mode of its submodules, each torch.autocast around the call and each shape
-of its inputs, captured at the first such call and again where something that was frozen at capture has changed."""
+"""Which form of a module runs for a call: there is one for each mode of its submodules, each torch.autocast around the call, each shape
+of its inputs, and each choice of parameters that train otherwise than planned, captured at the first such call and again where something
+that was frozen at capture has changed."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ from autopar.run.region import regions_of
 
 __all__ = ["Another", "Call", "Forms"]
 
-# The mode of each module, what autocast is on, each input's shape or its value, how they are put together.
-Key = tuple[bytes, tuple[Autocast, ...], Shapes, Structure]
+# The mode of each module, what autocast is on, each input's shape or its value, how they are put together, and which parameters train
+# otherwise than planned.
+Key = tuple[bytes, tuple[Autocast, ...], Shapes, Structure, tuple[str, ...]]
 Another = Callable[[Any, str], tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]]
 FORMS = 64  # that a module keeps: each holds a captured program
 MANY = 16  # of which its user hears: it is some value that changes at every step, or sequences of every length
@@ -38,13 +40,15 @@ MANY = 16  # of which its user hears: it is some value that changes at every ste
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
     """A call of the module. args, kwargs: those of the original. given: both, as the user gave them. modes: of the module and each of
-    its submodules, whether it trains. compared: all ranks compare how they are called. outputs: 'all' where the original may compute what
+    its submodules, whether it trains. otherwise: the parameters that require a gradient and did not when the model was compiled, or do
+    not and did, if that may matter. compared: all ranks compare how they are called. outputs: 'all' where the original may compute what
     cannot run as planned."""
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
     given: tuple[tuple[object, ...], dict[str, object]]
     modes: bytes
+    otherwise: tuple[str, ...]
     compared: bool
     outputs: str
 
@@ -80,7 +84,7 @@ class Forms:
         if example is not None:
             args, kwargs = arguments_of(example)
             beside, structure = self._asked_of(*given_as(example)), self._structure(args, kwargs)
-        self._made: dict[Key, list[Form]] = {(modes, autocast, first.batch.expected + beside, structure or ()): [first]}
+        self._made: dict[Key, list[Form]] = {(modes, autocast, first.batch.expected + beside, structure or (), ()): [first]}
 
     def of(self, call: Call) -> Form | None:
         """What runs for a call: in another mode than captured, for other inputs, or where something that was frozen at capture has
@@ -91,13 +95,19 @@ class Forms:
         structure = self._structure(call.args, call.kwargs)
         if structure is None:
             return first  # which says what is missing or not known
+        if call.otherwise and self.another is None:
+            raise ValueError(
+                f"parameter {call.otherwise[0]} did not require a gradient when the model was compiled, so that none was planned for it. "
+                f"Unfreeze it before the model is compiled, and freeze what compile returned (requires_grad_(False)), which may be undone "
+                f"at any time"
+            )
         given = first.batch.shapes(call.args, call.kwargs) + self._asked_of(*call.given)
-        key = call.modes, (around := ambient()), given, structure
+        key = call.modes, (around := ambient()), given, structure, call.otherwise
         if mesh.talks:
             record.given(self._number(key))
         if call.compared:
             mesh.check_equal(
-                key, "the shapes of the inputs, the training mode, or torch.autocast around the call,", shown=_shown(key),
+                key, "the shapes of the inputs, the training mode, torch.autocast around the call, or what is frozen,", shown=_shown(key),
                 remedy="All ranks must be called alike. A last batch that does not divide is filled by autopar.Padding(..., "
                 "batch_size=...), or left out (drop_last=True)",
             )
@@ -113,7 +123,7 @@ class Forms:
             if key in self._by_the_original and not torch.is_grad_enabled():
                 self._decides(key, again=False)
                 return None
-            self._decides(key, again=True, why=changed or "it is called with other inputs, or in another mode, than before")
+            self._decides(key, again=True, why=changed or "it is called with other inputs or in another mode than before, or others train")
             inputs = as_example(*first.batch.whole(call.args, call.kwargs), given=call.given)
             start = time.perf_counter()
             try:
@@ -250,10 +260,12 @@ class Forms:
 
 def _shown(key: Key) -> str:
     """A key, for people."""
-    modes, around, shapes, _ = key
+    modes, around, shapes, _, otherwise = key
     given = ", ".join(f"{'.'.join(map(str, path))} {shape if isinstance(shape, str) else _of_a_tensor(*shape)}" for path, shape in shapes)
     mode = "training" if all(modes) else "evaluation" if not any(modes) else f"evaluation of {modes.count(0)} of {len(modes)} modules"
-    return f"{given or 'no inputs'}, in {mode} mode{''.join(f', inside of {one}' for one in around)}"
+    more = f" and {len(otherwise) - 1} more" if otherwise[1:] else ""
+    trained = f", {otherwise[0]}{more} frozen or not otherwise than planned" if otherwise else ""
+    return f"{given or 'no inputs'}, in {mode} mode{''.join(f', inside of {one}' for one in around)}{trained}"
 
 
 def _of_a_tensor(dtype: torch.dtype, shape: tuple[int, ...], grad: bool) -> str:

@@ -147,10 +147,8 @@ class ParallelModule(WithState):
         specs: list[ParamSpec | BufferSpec] = [*manifest.params, *(b for b in manifest.buffers if not b.region)]
         tree.take(state.distribute(specs, tensors, mesh, device))
         tree.constants.update(regions_of(manifest, tensors))
-        keep["_buckets"] = make_buckets(tree.held.values(), mesh)
-        keep["_of_a_pass"] = make_buckets_of_a_pass(tree.held.values(), mesh)
-        keep["_units"] = Units(make_units(tree.held.values(), mesh))
-        keep["_orders"] = {}
+        tree.asks_what_trains = guards is not None and guards.reads("requires_grad")
+        self._put_together()
         form = Form(emitted, tree.constants, mesh, device, local_batch=local_batch, guards=guards, returned=returned)
         if original is None:
             self.training = manifest.training
@@ -193,7 +191,10 @@ class ParallelModule(WithState):
         try:
             args, kwargs = as_programs_take(args, kwargs)
             compared = self._debug or self._calls < CHECKED
-            call = Call(args=args, kwargs=kwargs, given=given, modes=self._modes(), compared=compared, outputs=self._outputs)
+            call = Call(
+                args=args, kwargs=kwargs, given=given, modes=self._modes(), otherwise=self._tree.otherwise, compared=compared,
+                outputs=self._outputs,
+            )  # fmt: skip
             form = self._forms.of(call)
             self.__dict__["_calls"] += 1
             if form is None:
@@ -219,6 +220,8 @@ class ParallelModule(WithState):
         else:
             self._given.compare(bound.values())
         form.calls += 1
+        if tree.otherwise and tree.train_also(manifest.params):
+            self._put_together()
         rest = self._begun(form, bound, tree.trainable())
         step = rest.step
         differentiates = torch.is_grad_enabled() and bool(rest.leaves)
@@ -276,6 +279,14 @@ class ParallelModule(WithState):
         return Backward(
             form=form, tree=tree, step=step, trainable=trainable, inputs=differentiated, reached_in=form.begin(), given=self._given
         )
+
+    def _put_together(self) -> None:
+        """In which parameters are gathered and reduced together."""
+        held, mesh, keep = self._tree.held.values(), self.mesh, self.__dict__
+        keep["_buckets"] = make_buckets(held, mesh)
+        keep["_of_a_pass"] = make_buckets_of_a_pass(held, mesh)
+        keep["_units"] = Units(make_units(held, mesh))
+        keep["_orders"] = {}
 
     def _of_the_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Collective: what the original returns for the batch, computed on every rank with whole parameters."""

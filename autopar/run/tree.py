@@ -6,6 +6,7 @@ Where a parallel module is made without the original (from an emitted file and t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import warnings
 import weakref
@@ -95,7 +96,9 @@ class Tree:
         self.buffers: dict[str, _Place] = {}
         self._joined: dict[str, _Place] = {}  # buffers whose tensor stands in several modules
         self.constants: dict[str, Tensor] = {}
-        self._trainable = frozenset(spec.name for spec in manifest.params if spec.trainable)
+        self._trainable = frozenset(spec.name for spec in manifest.params if spec.trainable)  # as it was planned
+        self.asks_what_trains = False  # code of the model reads requires_grad
+        self.otherwise: tuple[str, ...] = ()  # parameters that train in the present step and were not planned to; the other way round too
         self._written = frozenset(spec.name for spec in manifest.buffers if spec.parameter)  # by the forward
         self._reduce_dtype = manifest.reduce_dtype
         self._places: list[tuple[_Place, nn.Parameter, str]] = []
@@ -293,18 +296,24 @@ class Tree:
                     )
             self._check_buffers()
             check_given(self.params.items())
+            unfrozen, frozen = [], []
             for name, param in self.params.items():
                 if param._backward_hooks and not is_part(param):  # whose hooks are told of none in any case
                     _tell_of_gradients_alone(param._backward_hooks)
                 trains = param.requires_grad
                 if trains and name not in self._trainable:
-                    raise ValueError(
-                        f"parameter {name} did not require a gradient when the model was compiled, so that none was planned for it. "
-                        f"Unfreeze it before the model is compiled, and freeze what compile returned (requires_grad_(False)), which may "
-                        f"be undone at any time; or compile the model again"
-                    )
+                    if name in self._written:
+                        raise ValueError(
+                            f"parameter {name} requires a gradient, and the forward writes to it, as it may to what does not train alone\n"
+                            f"  what to do: freeze it again (requires_grad_(False))"
+                        )
+                    unfrozen.append(name)
+                elif not trains and name in self._trainable:
+                    frozen.append(name)
                 if name in self.held:
                     self.held[name].trains = trains
+            counts = self.asks_what_trains and len(frozen) < len(self._trainable) + len(unfrozen)  # what is frozen
+            self.otherwise = (*unfrozen, *(frozen if counts else ()))
 
     def _check_buffers(self) -> None:
         """ValueError for a buffer through which a gradient would go: there is none through what a plan holds."""
@@ -315,6 +324,21 @@ class Tree:
                     f"the buffer {name} requires a gradient, which this module gives to parameters and inputs alone: give it to the model "
                     f"as an input, or detached"
                 )
+
+    @property
+    def unfrozen(self) -> tuple[str, ...]:
+        """The parameters that require a gradient in the present step, and were not planned to."""
+        return tuple(name for name in self.otherwise if name not in self._trainable)
+
+    def train_also(self, specs: Iterable[ParamSpec]) -> bool:
+        """Take up parameters of this rank that train, and were not planned to. specs: as they are in the program in which they do. Whether
+        there is any that was not taken up before."""
+        fresh = [spec for spec in specs if spec.trainable and spec.name in self.held and not self.held[spec.name].spec.trainable]
+        for spec in fresh:
+            held = self.held[spec.name]
+            spec = dataclasses.replace(held.spec, trainable=True, agreed=spec.agreed, regions_only=spec.regions_only)
+            self.held[spec.name] = hold(spec, held.param, self._mesh, held.tied, self._reduce_dtype)
+        return bool(fresh)
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that require a gradient now, by name."""
@@ -341,9 +365,9 @@ class Tree:
         if home:
             full = {name: whole.to(self.lies[name].home) for name, whole in full.items()}
         # objects of their own: graphs of earlier steps that are alive still know the parts
-        # a program is captured as it was planned: what is frozen for a while has its gradients in it
-        trains = {name: name in self._trainable if home else param.requires_grad for name, param in self.params.items()}
-        whole = {id(param): nn.Parameter(full[name], requires_grad=trains[name]) for name, param in self.params.items()}
+        # a program is captured as it was planned: what is frozen for a while has its gradients in it, if no code asks for that
+        trains = self._trainable ^ set(self.otherwise) if home else {name for name, param in self.params.items() if param.requires_grad}
+        whole = {id(param): nn.Parameter(full[name], requires_grad=name in trains) for name, param in self.params.items()}
         for param in self.params.values():
             whole[id(param)].__dict__.update((k, v) for k, v in param.__dict__.items() if k not in OF_A_PART)
         before_of = {name: _written(param) for name, param in self.params.items()}

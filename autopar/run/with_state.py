@@ -72,7 +72,7 @@ class WithState(StandIn):
             grad = self._tree.params[name].grad
             return torch.zeros_like(self._tree.at_rest(name)) if grad is None else local(grad)
 
-        specs = [spec for spec in self.manifest.params if spec.trainable]
+        specs = [spec for spec in self.manifest.params if spec.trainable or spec.name in self._tree.unfrozen]
         return {spec.name: tensor.to("cpu", copy=True) for spec, tensor in state.assemble(specs, here, self.mesh, self.device)}
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
