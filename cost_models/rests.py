@@ -14,6 +14,9 @@ wherever its states are. A new kind is one entry of RESTS.
     hybrid2   whole        parts       parts    those of a node
     hybrid3   parts        parts       parts    those of a node
 
+A parameter that does not train has no gradient and no states: it is whole, or where parameters are in parts all through a step in parts,
+as by FSDP.
+
 Dtypes are not here: they are the training software's, see `recipe`.
 """
 

@@ -178,6 +178,28 @@ class Skips(nn.Module):
         return (self.last(m) + h + self.table(chosen % 4)).pow(2).mean()
 
 
+class Adapted(nn.Module):
+    """A frozen matrix with a trained addition of rank 2."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """The model, of which nothing trains but an adapter at each linear layer of its layers."""
+    model.requires_grad_(False)
+    for layer in model.get_submodule("layers"):  # type: ignore[union-attr]
+        for name, child in layer.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(layer, name, Adapted(child))
+    return model
+
+
 def _tokens(batch: int, length: int = 8, vocabulary: int = 32) -> dict[str, Tensor]:
     ids = torch.arange(batch * length).reshape(batch, length) % vocabulary
     return {"input_ids": ids, "labels": torch.where(ids % 3 == 0, -100, ids)}
@@ -193,6 +215,7 @@ PROGRAMS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "pair": lambda: (Tied(vocabulary=64, width=64, layers=2), _tokens(2, 16, 64)),
     "masked": lambda: (Masked(), _tokens(8, 64, 64)),
     "deep": lambda: (Tied(vocabulary=256, width=128, layers=6), _tokens(12, 64, 256)),
+    "adapted": lambda: (adapted(Tied(vocabulary=256, width=128, layers=4)), _tokens(12, 64, 256)),
     "shifted": lambda: (Shifted(), {"x": torch.ones(8, 16, 64)}),
     "normed": lambda: (Normed(), {"x": torch.ones(8, 3, 6, 6)}),
     "spectral": lambda: (Spectral(), {"x": torch.ones(8, 8)}),

@@ -16,6 +16,7 @@ from autopar.planner.liveness import Liveness, Moment
 from autopar.planner.price import param_bytes, zero_dims
 from autopar.planner.stages import recomputable
 from cost_models.recipe import Recipe
+from cost_models.rests import RESTS
 from tests.planner_programs import program_of
 from tests.test_planner_recipe import priced
 
@@ -228,11 +229,14 @@ def test_what_cannot_be_cut_rests_whole() -> None:
     types = {"w": TensorType((6, 8), torch.float32, True), "b": TensorType((3,), torch.float32, True)}
     params = tuple(Param(value=v, fqn=v, layouts=(("dp", R),)) for v in types)
     program = Program(name="m", inputs=(), params=params, buffers=(), ops=(), loss="w", types=types)
-    dims = zero_dims(program, 4)
-    assert dims == {"w": 1}
+    zero2, zero3 = RESTS["zero2"], RESTS["zero3"]
+    dims = zero_dims(program, 4, zero2)
+    assert dims == zero_dims(program, 4, zero3) == {"w": 1}
     alone = program.replace(params=tuple(dataclasses.replace(p, layouts=()) for p in params))
-    assert zero_dims(alone, 4) == dims, "a program that stands for one of the ranks"
-    assert zero_dims(alone.replace(layouts={"dp": {}}), 4) == {}, "all ranks use it for the same work"
+    assert zero_dims(alone, 4, zero2) == dims, "a program that stands for one of the ranks"
+    assert zero_dims(alone.replace(layouts={"dp": {}}), 4, zero2) == {}, "all ranks use it for the same work"
+    frozen = alone.replace(params=tuple(dataclasses.replace(p, trainable=False) for p in alone.params), layouts={"dp": {}})
+    assert (zero_dims(frozen, 4, zero2), zero_dims(frozen, 4, zero3)) == ({}, dims), "what does not train is gathered where it is used"
     found = param_bytes(program, dims, 4)
     assert (found["w"].resting_bytes, found["w"].local_bytes, found["w"].resting_numel) == (48, 192, 12)
     assert (found["b"].resting_bytes, found["b"].local_bytes, found["b"].resting_numel) == (12, 12, 3)

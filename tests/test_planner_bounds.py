@@ -88,7 +88,7 @@ def test_no_price_is_below_the_bound_that_prunes_it(gpu: str) -> None:
 
 
 @pytest.mark.parametrize("machine", ["dgx-a100", "cpu"])
-@pytest.mark.parametrize("name", ["mlp", "attention", "stack", "deep", "tied", "balanced", "normed"])
+@pytest.mark.parametrize("name", ["mlp", "attention", "stack", "deep", "adapted", "tied", "balanced", "normed"])
 def test_no_step_is_faster_than_what_its_ranks_must_exchange(name: str, machine: str) -> None:
     """On links so slow that exchange is what takes time: within a node and over nodes, once a step and in every pass."""
     rng, compared, tighter, rests = random.Random(name), 0, 0, set[str]()
@@ -230,7 +230,7 @@ def _part(program: Program, view: OpView, s: Strategy) -> Iterator[tuple[Op, Pro
         yield op, program.replace(types={**program.types, **cut}, ops=(op,))
 
 
-@pytest.mark.parametrize("name", ["mlp", "attention", "stack", "deep", "tied", "balanced"])
+@pytest.mark.parametrize("name", ["mlp", "attention", "stack", "deep", "adapted", "tied", "balanced"])
 def test_no_rank_needs_less_than_the_bound_on_its_memory(name: str) -> None:
     """Every choice of small models: what rests, against the account of the leanest stages; with what the data axis leaves whole too."""
     rng = random.Random(name)

@@ -33,6 +33,7 @@ from autopar.render import load
 from autopar.run import WorkerPool, comm
 from autopar.run.part import local
 from cost_models.cluster import load_cluster
+from cost_models.rests import RESTS
 
 WIDTH = 16
 PLANS: dict[str, dict[str, int]] = {
@@ -253,7 +254,7 @@ def test_a_parameter_that_is_also_read_as_it_rests_is_cast_where_it_is_read() ->
 def test_the_account_of_bytes() -> None:
     """As it is used, 2 bytes a number; at rest, with gradient and states, 4."""
     program = capture(Net(), batch(), dtype=torch.bfloat16).program
-    dims = zero_dims(plan_rank(program), 2)
+    dims = zero_dims(plan_rank(program), 2, RESTS["zero3"])
     found = param_bytes(plan_rank(program), dims, 2)
     for p in program.params:
         one = found[p.value]

@@ -332,16 +332,17 @@ def _another_order() -> None:
 
 
 def test_two_uses_of_a_gathered_weight_in_one_unit_add_up() -> None:
-    """One after the other, before anything of another unit: both are in what is reduced, and a later one is reduced by itself."""
+    """One after the other, before anything of another unit: both are in what is reduced, as soon as all that train have one; a later one
+    is reduced by itself."""
     reduced: list[dict[str, Tensor]] = []
 
     def reduce(grads: dict[str, Tensor]) -> SimpleNamespace:
         reduced.append({name: grad.clone() for name, grad in grads.items()})  # later ones are added in place
         return SimpleNamespace(finish=lambda: grads)
 
-    held = {name: SimpleNamespace(reduced_by_pass=True) for name in ("w", "v")}
-    bucket = SimpleNamespace(reduce=reduce)
-    units = SimpleNamespace(held=held, unit_of={"w": 0, "v": 0}, members=[2], buckets=[[bucket]])
+    held = {name: SimpleNamespace(reduced_by_pass=True, trains=name != "frozen") for name in ("w", "frozen", "v")}
+    bucket = SimpleNamespace(reduce=reduce, held=held.values())
+    units = SimpleNamespace(held=held, unit_of=dict.fromkeys(held, 0), buckets=[[bucket]])
     step = GatheredWhereUsed(units, {}, {})  # type: ignore[arg-type]
     for name, grad in (("w", 1.0), ("w", 2.0), ("v", 4.0), ("w", 8.0)):
         step._reduce(name, torch.full((3,), grad))
@@ -352,7 +353,7 @@ def test_two_uses_of_a_gathered_weight_in_one_unit_add_up() -> None:
 
 def test_a_gathered_weight_that_changes_before_backward_is_refused() -> None:
     part = torch.zeros(2)
-    used = GatheredWhereUsed(SimpleNamespace(), {}, {})  # type: ignore[arg-type]
+    used = GatheredWhereUsed(SimpleNamespace(buckets=[]), {}, {})  # type: ignore[arg-type]
     used._gather = lambda name: torch.ones(2)  # type: ignore[method-assign]
     used.read("w", part.detach())
     saved = Dropped("w", part._version, (2,), (1,), 0)

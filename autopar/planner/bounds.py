@@ -229,7 +229,8 @@ class Least:
             used = t.numel
             for n in sizes:
                 used //= _parts(t, n)
-            p = _AtLeast(t.dtype.itemsize, used, used // _parts(t, shard) if trained and value not in alike else used, trained)
+            in_parts = value not in alike if trained else rest.gathered == "use"  # as of `zero_dims`
+            p = _AtLeast(t.dtype.itemsize, used, used // _parts(t, shard) if in_parts else used, trained)
             always += times * of_parameters((p,), how, "always")
             update += times * of_parameters((p,), how, "update")
             if trained and not self.recipe.accumulates:  # when backward ends

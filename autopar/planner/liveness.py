@@ -230,12 +230,13 @@ class Liveness(Storages):
     def units(self, *stages: Activity, follows: Collection[tuple[Key, Key]] = (((0, "F"), (0, "B")),)) -> Units:
         """Of the stages of a rank. follows: the passes that come one after the other."""
         sizes = {v: n for a in stages for v, n in a.where_used.items()}
+        trained = {v for a in stages for v in a.gradients}
         passes: dict[Key, list[tuple[int, list[str]]]] = {}
         for j, a in enumerate(stages):
             indices = self.indices(a.span) if a.where_used else range(0)
             passes[j, "F"] = [(k, self._used(a, k, False)) for k in indices]
             passes[j, "B"] = [(k, self._used(a, k, True)) for k in reversed(indices)]
-        return Units(sizes, stages[0].units, passes, follows)
+        return Units(sizes, trained, stages[0].units, passes, follows)
 
     def _used(self, a: Activity, k: int, backward: bool) -> list[str]:
         """The parameters that operator k reads in forward, or needs again in backward."""

@@ -21,6 +21,7 @@ from autopar.planner.fusion import fused
 from autopar.planner.liveness import Liveness
 from autopar.planner.overlap import products_of, with_hidden
 from autopar.planner.storages import gathered_from
+from cost_models.rests import Rest
 
 __all__ = ["Beside", "Ledger", "ParamBytes", "Params", "param_bytes", "zero_dims"]
 
@@ -236,16 +237,18 @@ class ParamBytes:
 Params = Mapping[ParamBytes, int]  # how many parameters of a rank have these bytes
 
 
-def zero_dims(program: Program, shard: int) -> dict[str, int]:
-    """Parameter (fqn) -> the dim on which it rests in so many parts: the first that divides. Those of which no dim divides,
-    and those that every data-parallel rank uses for the same work, rest whole. A program that was laid over no data axis stands for one
-    of its ranks, as in `param_bytes`."""
+def zero_dims(program: Program, shard: int, rest: Rest) -> dict[str, int]:
+    """Parameter (fqn) -> the dim on which it rests in so many parts: the first that divides. Those of which no dim divides rest whole, and
+    of those that train the ones that every data-parallel rank uses for the same work. Those that do not train have no gradient and no
+    optimizer states that could be in parts: they are, where parameters are gathered where they are used. A program that was laid over no
+    data axis stands for one of its ranks, as in `param_bytes`."""
     found: dict[str, int] = {}
     laid = BATCH in program.layouts
     for p in program.params if shard > 1 else ():
         shape = program.types[p.value].shape
         dim = next((d for d, size in enumerate(shape) if size and size % shard == 0), None)
-        if dim is not None and p.trainable and (not laid or dict(p.layouts).get(BATCH) == R):
+        own = (not laid or dict(p.layouts).get(BATCH) == R) if p.trainable else rest.gathered == "use"
+        if dim is not None and own:
             found[p.fqn] = dim
     return found
 

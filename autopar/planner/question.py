@@ -180,7 +180,7 @@ class Question:
             same = drafted is not None and drafted.rank.ledger is rank.folded.ledger
             found = drafted if same else self.estimator(rank.folded, choice, live)
             folded = found if isinstance(found, Estimator) and len(found.segments) == len(segments) else None
-        dims = zero_dims(rank.program, choice.shard)
+        dims = zero_dims(rank.program, choice.shard, choice.rest)
         estimator = Estimator(
             rank=rank, cluster=self.cluster, optimizer=self.optimizer,
             flow=flow(choice.schedule, ranks, rank.micro_batches, choice.chunks), rest=choice.rest, shard=choice.shard,

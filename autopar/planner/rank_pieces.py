@@ -341,6 +341,7 @@ class RankPieces:
             alike = (alike, frozenset(late), *(tuple(self.rank.ledger.liveness.crossing(x).values()) for x in (receives, sends)))
         params = {v: self.params[v] for v in own}
         parts = {v for v, p in params.items() if p.in_parts}
+        sent = {v for v in parts if params[v].trainable}
         return Activity(
             span=span,
             recomputed=recomputed,
@@ -350,8 +351,8 @@ class RankPieces:
             micro_batches=self.rank.micro_batches,
             gradients={v: (self._gradient(p, p.numel), self._gradient(p, p.resting_numel)) for v, p in params.items() if p.trainable},
             reduced=self._partial,
-            scattered=parts if self.rest.reduced == "step" and not self.recipe.sums_parts_whole else (),
-            at_once=parts if self.rest.reduced == "pass" else (),
+            scattered=sent if self.rest.reduced == "step" and not self.recipe.sums_parts_whole else (),
+            at_once=sent if self.rest.reduced == "pass" else (),
             where_used={v: params[v].local_bytes for v in parts} if self.rest.gathered == "use" else {},
             units=self._units,
             bucket_bytes=self.recipe.bucket_bytes if self.recipe.overlaps_reduction else 0,
@@ -359,7 +360,7 @@ class RankPieces:
             late=late,
             cast={v for v, p in params.items() if p.is_cast},
             sent={v: n for v, p in params.items() if p.trainable and (n := self._sent(p)) != self._gradient(p, p.numel)},
-            summed=parts if self.shard < self.pricer.mesh.get(BATCH, 1) else (),
+            summed=sent if self.shard < self.pricer.mesh.get(BATCH, 1) else (),
             alike=alike,
         )
 

@@ -39,19 +39,22 @@ class Units:
     """Bytes of gathered parameters while an operator runs: the unit in use, and the next one, which is gathered ahead (at the end of
     a pass the first one of what follows). A unit of several parameters is copied out of what it is gathered into.
 
-    forward, backward: operator -> bytes. unit_of: value -> unit; members: unit -> how many parameters. size: value -> bytes;
+    forward, backward: operator -> bytes. unit_of: value -> unit; members: unit -> how many parameters; gradients: unit -> how many of them
+    have one. size: value -> bytes; trained: which of these have a gradient;
     passes: of each pass of a rank, (operator, the parameters that it uses) in order; follows: the passes that may come after each.
     """
 
     def __init__(
         self,
         size: Mapping[str, int],
+        trained: Collection[str],
         unit_of: Mapping[str, int],
         passes: Mapping[Key, Sequence[tuple[int, Sequence[str]]]],
         follows: Collection[tuple[Key, Key]],
     ) -> None:
         self.unit_of, self._passes = unit_of, passes
         self.members = Counter(unit_of[v] for v in size)
+        self.gradients = Counter(unit_of[v] for v in size if v in trained)
         self._size: Counter[int] = Counter()
         for v, nbytes in size.items():
             self._size[unit_of[v]] += nbytes
@@ -82,7 +85,10 @@ class Units:
         parameters: dict[str, int] = {}
         units: dict[int, int] = {}
         used = [
-            (k - span.start, parameters.setdefault(v, len(parameters)), units.setdefault(u := self.unit_of[v], len(units)), self.members[u])
+            (
+                k - span.start, parameters.setdefault(v, len(parameters)), units.setdefault(u := self.unit_of[v], len(units)),
+                self.members[u], self.gradients[u],
+            )
             for uses in self._passes.values() for k, values in uses if span.start <= k < span.stop for v in values
         ]  # fmt: skip
         each = range(span.start, span.stop)
@@ -123,11 +129,11 @@ class Waiting:
         """made: bytes of a gradient; sent: as it is sent; scattered: of the part of it that stays here. Yields for each reduction that
         starts now the bytes of the gradients beside the buffer that they are copied to, of that buffer, and of the parts that are
         scattered here."""
-        unit_of, members = self._units.unit_of, self._units.members
+        unit_of, gradients = self._units.unit_of, self._units.gradients
         if any(unit_of[v] != unit_of[value] for v in self._there):
             yield self._start()
         self._there[value] = made, sent, scattered
-        if len(self._there) == members[unit_of[value]]:
+        if len(self._there) == gradients[unit_of[value]]:
             yield self._start()
 
     def _start(self) -> tuple[int, int, int]:

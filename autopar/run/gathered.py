@@ -53,11 +53,10 @@ class _Use(torch.autograd.Function):
 
 
 class Units:
-    """The units of a module. buckets: of each; members: how many parameters it has; unit_of, held: by the name of a parameter."""
+    """The units of a module. buckets: of each; unit_of, held: by the name of a parameter."""
 
     def __init__(self, buckets: Sequence[Sequence[Bucket]]) -> None:
         self.buckets = buckets
-        self.members = [sum(len(bucket.held) for bucket in unit) for unit in buckets]
         self.unit_of = {one.spec.name: k for k, unit in enumerate(buckets) for bucket in unit for one in bucket.held}
         self.held = {one.spec.name: one for unit in buckets for bucket in unit for one in bucket.held}
 
@@ -71,6 +70,7 @@ class GatheredWhereUsed:
     def __init__(self, units: Units, orders: Orders, computes: Computes) -> None:
         self._units, self._orders, self._computes = units, orders, computes
         self._grad = torch.is_grad_enabled()
+        self._gradients = [sum(one.trains for bucket in unit for one in bucket.held) for unit in units.buckets]  # of each unit
         self._expected = orders.get(self._grad, ())
         self._order: list[int] = []
         self._present: dict[str, Tensor] = {}  # the unit in use
@@ -172,7 +172,7 @@ class GatheredWhereUsed:
             self._arrived = (unit, {})
         there = self._arrived[1]
         there[name] = there[name] + grad if name in there else grad
-        if len(there) == self._units.members[unit]:
+        if len(there) == self._gradients[unit]:
             self._start_reduction()
 
     def _start_reduction(self) -> None:
