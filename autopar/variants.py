@@ -112,11 +112,6 @@ class Variants:
         for buffer in emitted.MANIFEST.buffers:
             here = buffers.get(buffer.name)
             if not buffer.constant and (here is None or here.layouts != buffer.layouts):
-                if buffer.parameter and here is None:
-                    raise PlanError(
-                        f"this call writes to the frozen parameter {buffer.name}, and the one that was planned does not: compile the model "
-                        f"with a call that does (in training mode)"
-                    )
                 raise PlanError(f"{buffer.name} would have to lie otherwise than it does")
 
 

@@ -74,6 +74,12 @@ class _Completion:
         self.rest = _Rest.of(manifest)
         if unknown := [fqn for fqn in _named(new) if fqn not in self.rest.layouts]:
             raise PlanError(f"{unknown[0]} was not in the model when the plan was made")
+        written = {x.name for x in manifest.buffers if x.parameter}
+        if more := [b.fqn for b in new.buffers if b.parameter and b.fqn not in written]:
+            raise PlanError(
+                f"this call writes to the frozen parameter {more[0]}, and the one that was planned does not: compile the model with a call "
+                f"that does (in training mode)"
+            )
         self.old, self.before = old, on_axes(old, plan)
 
     def run(self) -> Plan:
