@@ -31,7 +31,7 @@ from autopar.run.grad_mode import as_called as called_in
 from autopar.run.objects import key_name
 from autopar.run.region import REGION
 
-__all__ = ["OF_GRADIENTS", "Around", "as_called", "asking", "capturing", "check_told", "said_otherwise"]
+__all__ = ["Around", "as_called", "asking", "capturing", "check_told", "said_otherwise"]
 
 
 @dataclass(slots=True)
@@ -123,7 +123,6 @@ _TOLD: Mapping[Any, Any] = {
     Tensor.grad_fn.__get__: None,  # type: ignore[union-attr]
     Tensor.is_leaf.__get__: True,  # type: ignore[attr-defined]
 }  # what is asked of a tensor, and the answer where gradients are off
-OF_GRADIENTS = ("requires_grad", "grad_fn", "is_leaf")  # the names of these
 
 _GRAD, _INFERENCE = torch.is_grad_enabled, torch.is_inference_mode_enabled
 _AROUND: ContextVar[Around | None] = ContextVar("what is around the call", default=None)

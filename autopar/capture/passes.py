@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.answers import NONE, Answers
 from autopar.capture.applied import keeping_what_runs_again
-from autopar.capture.around import OF_GRADIENTS, capturing, check_told, said_otherwise
+from autopar.capture.around import capturing, check_told, said_otherwise
 from autopar.capture.autocast import with_casts
 from autopar.capture.batch import batch_size_of, batched_of
 from autopar.capture.blocks import find_blocks, without_lead
@@ -61,6 +61,7 @@ from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients, SparseGradients
 from autopar.ir import Input, Op, Program, TensorType, refs
+from autopar.run.asked import OF_GRADIENTS
 from autopar.run.autocast import Autocast
 from autopar.run.checkpointed import functions_called
 from autopar.run.inputs import Arguments, arguments_of, check_attributes, given_as, not_dense

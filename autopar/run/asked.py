@@ -16,7 +16,7 @@ from autopar.run.grad_mode import as_called
 from autopar.run.part import is_part
 from autopar.run.plain import plainly
 
-__all__ = ["NAMES", "QUESTIONS", "kinds_of", "said_of", "transformed"]
+__all__ = ["NAMES", "OF_GRADIENTS", "QUESTIONS", "kinds_of", "said_of", "transformed"]
 
 
 def _lies(t: Tensor) -> str:
@@ -64,6 +64,7 @@ QUESTIONS: Mapping[str, Callable[[Tensor], str]] = {
     "untyped_storage": _of_others,
 }
 NAMES = frozenset(QUESTIONS)
+OF_GRADIENTS = ("requires_grad", "grad_fn", "is_leaf")  # which of these say of what a model computes whether it has a gradient
 
 
 def said_of(tensor: Tensor, names: Collection[str]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from autopar.run import comm, record, state
 from autopar.run.again import Again
 from autopar.run.alike import begin_writing, check_written
 from autopar.run.alone import as_one_process
+from autopar.run.asked import OF_GRADIENTS
 from autopar.run.autocast import Autocast, without
 from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.batches import GivenBatches
@@ -147,7 +148,7 @@ class ParallelModule(WithState):
         specs: list[ParamSpec | BufferSpec] = [*manifest.params, *(b for b in manifest.buffers if not b.region)]
         tree.take(state.distribute(specs, tensors, mesh, device))
         tree.constants.update(regions_of(manifest, tensors))
-        tree.asks_what_trains = guards is not None and guards.reads("requires_grad")
+        tree.asks_what_trains = guards is not None and any(map(guards.reads, OF_GRADIENTS))
         self._put_together()
         form = Form(emitted, tree.constants, mesh, device, local_batch=local_batch, guards=guards, returned=returned)
         if original is None:

@@ -97,7 +97,7 @@ class Tree:
         self._joined: dict[str, _Place] = {}  # buffers whose tensor stands in several modules
         self.constants: dict[str, Tensor] = {}
         self._trainable = frozenset(spec.name for spec in manifest.params if spec.trainable)  # as it was planned
-        self.asks_what_trains = False  # code of the model reads requires_grad
+        self.asks_what_trains = False  # code of the model reads whether tensors have a gradient
         self.otherwise: tuple[str, ...] = ()  # parameters that train in the present step and were not planned to; the other way round too
         self._written = frozenset(spec.name for spec in manifest.buffers if spec.parameter)  # by the forward
         self._reduce_dtype = manifest.reduce_dtype
