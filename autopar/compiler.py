@@ -46,10 +46,11 @@ from autopar.run.precision import compute_dtype
 from autopar.run.stand_in import StandIn
 from autopar.run.together import decided_by_rank_0, done_by_all
 from autopar.run.tree import whole_again
+from autopar.run.without_data import take_buffers_of_rank_0
 from autopar.stacks import stack_of
 from autopar.stacks.spaces import as_planned_for, best_within, deciding
 from autopar.stopping import stopped_by_user
-from autopar.variants import Variants, tensors_of
+from autopar.variants import Variants, names_read, tensors_of
 from cost_models.memory import OPTIMIZERS
 
 __all__ = ["Compiled", "build", "compile", "emit", "plan", "plan_of", "tensors_of"]
@@ -284,13 +285,18 @@ def compile(  # noqa: A001  (the field's word)
         if world_size() == count:
             join_process_group(default_device())
             whole_again(model)
+            take_buffers_of_rank_0(model)
         decide = wanted if given is None else lambda _: given
         with as_if_trained(model, inputs):
             return build(model, inputs, count, loss=objective, decide=decide, outputs=wanted_outputs, dtype=dtype)
 
     def start(compiled: Compiled, inputs: Inputs) -> ParallelModule:
-        expected = first_loss(model, inputs, loss, compiled.captured.program, dtype) if verify else None
         captured = compiled.captured
+        expected = None
+        if verify:
+            expected = done_by_all(
+                lambda: first_loss(model, inputs, loss, captured.program, dtype), same=lambda _: "", what="the original's loss"
+            )
         another = Variants(
             model, compiled.plan, captured.program, objective, emit, choose_cluster(cluster), outputs=wanted_outputs, dtype=dtype,
             backend=backend,
@@ -300,7 +306,7 @@ def compile(  # noqa: A001  (the field's word)
                 load(compiled.source, backend=backend), tensors_of(captured), original=model, another=another,
                 guards=captured.guards, returns=captured.returns, returned=captured.returned,
                 outputs="all" if wanted_outputs else "loss", autocast=captured.autocast, dtype=dtype,
-                local_batch=local_batch, example=inputs,
+                local_batch=local_batch, example=inputs, read=names_read(captured.program),
             )  # fmt: skip
         keep = module.__dict__
         keep["plan"], keep["source"] = compiled.plan, compiled.source

@@ -53,6 +53,8 @@ def first_loss(
             f"differ. Switch dropout off for the check, or use `autopar verify`, which does"
         )
     devices = [p.device for p in model.parameters()] or [torch.device("cpu")]
+    if any(device.type == "meta" for device in devices):
+        raise VerificationError("verify=True compares the loss with the original's, which has no data, on the meta device: leave it out")
     given = inputs_in(dtype, arguments_of(inputs))
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to(devices[0], copy=True), given)
     held = dict(model.named_parameters(remove_duplicate=False))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from autopar.axes import BATCH
 from autopar.capture import Captured, capture, program_hash
 from autopar.errors import CaptureError, PlanError
-from autopar.ir import Program
+from autopar.ir import Buffer, Param, Program, refs
 from autopar.planner import Plan, complete
 from autopar.render import load, positional_names
 from autopar.run import ParallelModule
@@ -32,7 +32,7 @@ from autopar.run.together import decided_by_rank_0, done_by_all
 from autopar.unfrozen import unplanned_text
 from cost_models.cluster import Cluster
 
-__all__ = ["Variants", "tensors_of"]
+__all__ = ["Variants", "names_read", "tensors_of"]
 
 
 def tensors_of(captured: Captured) -> dict[str, Tensor]:
@@ -40,6 +40,13 @@ def tensors_of(captured: Captured) -> dict[str, Tensor]:
     program = captured.program
     names = {p.value: p.fqn for p in program.params} | {b.value: b.fqn or b.value for b in program.buffers}
     return {names[value]: tensor for value, tensor in captured.tensors.items()}
+
+
+def names_read(program: Program) -> frozenset[str]:
+    """The names of the parameters and buffers that some operator reads."""
+    read = {r for op in program.ops for r in refs(op)}
+    leaves: tuple[Param | Buffer, ...] = (*program.params, *program.buffers)
+    return frozenset(x.fqn for x in leaves if x.fqn is not None and x.value in read)
 
 
 class Variants:

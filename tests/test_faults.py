@@ -104,9 +104,9 @@ def test_a_collective_that_is_waited_for_too_long_is_named(form: str, axis: str,
     ("form", "why"),
     [
         ("changed on one rank", "scale from 2.0 to 3.0"),
-        ("another size on one rank", "it is called with other inputs, or in another mode, than before"),
+        ("another size on one rank", "it is called with other inputs or in another mode than before, or others train"),
         ("changed on one rank of another machine", "scale from 2.0 to 3.0"),
-        ("another size on one rank of another machine", "it is called with other inputs, or in another mode, than before"),
+        ("another size on one rank of another machine", "it is called with other inputs or in another mode than before, or others train"),
     ],
 )
 def test_a_rank_that_captures_again_alone_ends_with_what_it_is(form: str, why: str, tmp_path: Path, run: Run) -> None:

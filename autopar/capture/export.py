@@ -29,6 +29,7 @@ from autopar.capture.hidden import Hidden
 from autopar.capture.infer import states_of_lstms
 from autopar.capture.source import in_library, module_of
 from autopar.capture.state import State
+from autopar.capture.without_data import values
 from autopar.errors import CaptureError, NoLoss, OtherGradients
 from autopar.run.outputs import Returned, check_seen, found_in, taken_apart
 
@@ -79,6 +80,7 @@ class Step(nn.Module):
         self.model = model
         self.training = model.training
         real: dict[Leaf, torch.Tensor] = dict((*model.named_parameters(), *model.named_buffers(), *given_by(inputs).items()))
+        real |= values()
         self.tape = tape = Tape(real if answers else {}, sizes=sizes, numbers=numbers)
         self.border = AtTheBorder({id(p): name for name, p in model.named_parameters()}, ask, tape)
 

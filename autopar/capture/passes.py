@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +57,7 @@ from autopar.capture.routing import with_rows
 from autopar.capture.said import sayings_of
 from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten, leaf_path
+from autopar.capture.without_data import on_meta
 from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients, SparseGradients
 from autopar.ir import Input, Op, Program, TensorType, refs
@@ -127,12 +127,22 @@ def capture(
     for which the program holds then; else what they decide runs as it is written. The model is left as it was. Raises CaptureError with
     the line of the model's source and what to do, NoLoss if there is no loss.
     """
-    example = _beside(model, arguments_of(example_inputs))
+    arguments = arguments_of(example_inputs)
+    with on_meta(model, arguments) as of:
+        found = _captured_and_checked(
+            model, _beside(model, arguments), check, loss=loss, outputs=outputs, dtype=dtype, written=written, trains=trains, sizes=sizes,
+            asked_of=given_as(example_inputs),
+        )  # fmt: skip
+        return dataclasses.replace(found, tensors={v: of.get(id(t), t) for v, t in found.tensors.items()}) if of else found
 
-    asked_of = given_as(example_inputs)
-    at_once = functools.partial(
-        _captured, model, loss=loss, outputs=outputs, dtype=dtype, written=written, trains=trains, sizes=sizes, asked_of=asked_of
-    )  # fmt: skip
+
+def _captured_and_checked(
+    model: nn.Module, example: Inputs, check: bool, *, loss: Callable[[Any], torch.Tensor] | None, dtype: torch.dtype | None, **how: Any,
+) -> Captured:
+    """example: where the model lies. how: as in `capture`, and as of `_captured`."""
+
+    def at_once(example: Inputs, **more: Any) -> Captured:
+        return _captured(model, example, loss, dtype=dtype, **how, **more)
 
     def once(example: Inputs, **more: Any) -> Captured:
         found = at_once(example, **more)

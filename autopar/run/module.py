@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ from autopar.run.together import done_by_all
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.weights import Step, Weights
 from autopar.run.with_state import WithState
+from autopar.run.without_data import without_values
 
 __all__ = ["Emitted", "ParallelModule"]
 
@@ -69,7 +70,8 @@ class ParallelModule(WithState):
     now this rank's part (`parts`), and what is set on it is set on the original.
 
     emitted: the emitted module (MANIFEST, STAGES and perhaps prologue). tensors: global tensors by name, of the parameters,
-    buffers and constants in the manifest; rank 0's are given to all ranks, and the other ranks' are not read.
+    buffers and constants in the manifest; rank 0's are given to all ranks, and the other ranks' are not read. What is on the meta device
+    there, and among `read` (None: all), must be written to before the first call.
     device: by default this process's GPU, or the CPU. local_batch: each data-parallel rank is given its own part of the
     batch. debug: before each step all ranks compare what they were given (also AUTOPAR_DEBUG=1), else in the first few calls.
     original: the user's model; without it the module has the names of its parameters alone. another: makes the form for other inputs or
@@ -125,6 +127,7 @@ class ParallelModule(WithState):
         autocast: tuple[Autocast, ...] = (),
         dtype: torch.dtype | None = None,
         example: Any = None,
+        read: Collection[str] | None = None,
     ) -> None:
         self.__dict__["original"] = None
         super().__init__()
@@ -146,7 +149,9 @@ class ParallelModule(WithState):
         tied = {s: mesh.holding(s) for s in sorted({p.stages for p in manifest.params if len(mesh.pp_ranks(p.stages)) > 1})}
         keep["_tree"] = tree = Tree(self, manifest, mesh, device, tied)
         specs: list[ParamSpec | BufferSpec] = [*manifest.params, *(b for b in manifest.buffers if not b.region)]
-        tree.take(state.distribute(specs, tensors, mesh, device))
+        without = without_values(specs, tensors, mesh)
+        tree.take(state.distribute(specs, tensors, mesh, device, without))
+        tree.wait_for(without if read is None else without & set(read))
         tree.constants.update(regions_of(manifest, tensors))
         tree.asks_what_trains = guards is not None and any(map(guards.reads, OF_GRADIENTS))
         self._put_together()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,18 @@ from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, ParamSpec
 from autopar.run.mesh import Mesh
 from autopar.run.plain import plainly
+from autopar.run.without_data import nothing_yet
 
 __all__ = ["assemble", "clip_grad_norm_", "distribute"]
 
 Spec = ParamSpec | BufferSpec
 
 
-def distribute(specs: Iterable[Spec], tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.device) -> Iterator[tuple[Spec, Tensor]]:
-    """Collective: each global tensor as rank 0 has it, on the device. Only rank 0's `tensors` are read.
+def distribute(
+    specs: Iterable[Spec], tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.device, without: Collection[str] = ()
+) -> Iterator[tuple[Spec, Tensor]]:
+    """Collective: each global tensor as rank 0 has it, on the device. Only rank 0's `tensors` are read. without: the names of those that
+    have no values there.
 
     Raises ValueError on every rank if one is missing on rank 0 or has another shape or dtype.
     """
@@ -32,6 +36,9 @@ def distribute(specs: Iterable[Spec], tensors: Mapping[str, Tensor], mesh: Mesh,
     if problem := mesh.agree("; ".join(filter(None, problems))):
         raise ValueError(f"the tensors do not fit the plan: {problem}")
     for spec in specs:
+        if spec.name in without:
+            yield spec, nothing_yet(spec, device)
+            continue
         if mesh.rank == 0:
             full = tensors[spec.name].detach().to(device).contiguous()
         else:

@@ -12,9 +12,10 @@ from autopar.errors import LaunchError
 from autopar.run import record
 from autopar.run.groups import group_of
 
-__all__ = ["decided_by_rank_0", "done_by_all", "talking"]
+__all__ = ["decided_by_rank_0", "done_by_all", "known_to_all", "talking"]
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 def talking() -> bool:
@@ -51,8 +52,21 @@ def done_by_all(make: Callable[[], T], *, same: Callable[[T], str], what: str) -
     return made
 
 
-def _all_gathered(mine: tuple[str, str]) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = [mine] * dist.get_world_size()
+def known_to_all(mine: T, asked: Callable[[list[T]], Callable[[], U] | None]) -> U | None:
+    """Collective: what rank 0 makes for all. mine: what each rank tells the others, upon which asked(what all have told) says what rank 0
+    is to make; None: nothing, on every rank."""
+    make = asked(_all_gathered(mine) if talking() else [mine])
+    if make is None or not talking():
+        return None if make is None else make()
+    answer, everyone = [make() if dist.get_rank() == 0 else None], _everyone()
+    record.entered(record.AGREEMENT)
+    dist.broadcast_object_list(answer, src=0, group=everyone)
+    record.left()
+    return answer[0]
+
+
+def _all_gathered(mine: T) -> list[T]:
+    found: list[T] = [mine] * dist.get_world_size()
     everyone = _everyone()
     record.entered(record.AGREEMENT)
     dist.all_gather_object(found, mine, group=everyone)

@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from autopar.run.part import OF_A_PART, become_part, become_whole, is_part, lies
 from autopar.run.parts import Part
 from autopar.run.plain import plainly
 from autopar.run.stepping import close_steps
+from autopar.run.without_data import give_memory, is_unwritten
 
 __all__ = ["REGISTRIES", "Tree", "whole_again"]
 
@@ -112,6 +113,8 @@ class Tree:
         self._outside = Outside(manifest.model, mesh, self.params)
         self.whole = False  # the parameters are whole for the moment
         self._writing = False
+        self._waits = False  # something had no values when it was compiled
+        self._without: dict[str, int] = {}  # of these that this rank holds, how often each had been written to
         self.gone = ""  # to whom they have been given back, in words
 
     def take(self, specs: Iterable[tuple[ParamSpec | BufferSpec, Tensor]]) -> None:
@@ -144,6 +147,8 @@ class Tree:
         known = place.registry.get(place.key)
         param = known if isinstance(known, nn.Parameter) else nn.Parameter(here, requires_grad=trainable)
         lies.home, lies.outside = param.device, self._outside
+        if param.is_meta and not here.is_meta and not isinstance(here, FakeTensor):
+            give_memory(param, here)
         given = param.grad
         grad = None if given is None else lies.cut(given).to(self._device)
         before = local(param)
@@ -179,6 +184,24 @@ class Tree:
         self.lies[spec.name], self.buffers[spec.name] = lies, place
         if place.others:
             self._joined[spec.name] = place
+
+    def wait_for(self, names: Collection[str]) -> None:
+        """The first call is to look whether these have got values. names: the same on every rank."""
+        self._waits = bool(names)
+        self._without = {name: self.at_rest(name)._version for name in names if self.lies.get(name) is not None and self.lies[name].holds}
+
+    def _look_for_values(self) -> None:
+        """Collective. ValueError if something has none."""
+        missing = sorted(self._mesh.collected([name for name, n in self._without.items() if is_unwritten(self.at_rest(name), n)]))
+        if missing:
+            more = f" and {len(missing) - 3} more" if missing[3:] else ""
+            raise ValueError(
+                f"{', '.join(missing[:3])}{more} of {self.model} had no values when it was compiled, on the meta device, and nothing has "
+                f"been written to them since\n  what to do: load them before the first call (autopar.load, load_full_state_dict, "
+                f"load_state_dict), or make them: model.apply(init), or inside of `with model.full_parameters():`; or have rank 0 build "
+                f"the model with data. Buffers that are in no checkpoint are best built with data on every rank"
+            )
+        self._waits, self._without = False, {}
 
     def _tell_of_moved(self) -> None:
         """Warns of memory that parameters had, and that something else holds still."""
@@ -275,6 +298,8 @@ class Tree:
         self._check_here()
         if self._moved:
             self._tell_of_moved()
+        if self._waits:
+            self._look_for_values()
         if self.whole:
             raise LaunchError(f"{self.model} was called within full_parameters(): leave that context first")
         for registry, key, child, path in self._children:
@@ -350,6 +375,12 @@ class Tree:
             raise LaunchError(f"this parallel {self.model} gave its parameters back when {self.gone}")
 
     # ---------------------------------------------------------------------------------------------------- whole parameters
+    def _gathered_at(self, lies: Lies, home: bool) -> Tensor:
+        """Collective: the whole, where it was before. (One after the other, so that a device need not have room for all of a model that was
+        elsewhere.)"""
+        whole = lies.gather(self.at_rest(lies.name))
+        return whole.to(lies.home) if home else whole
+
     @contextlib.contextmanager
     def as_whole(self, *, write: bool, home: bool = False, buffers: bool = False) -> Iterator[None]:
         """Collective: inside, parameters and buffers are plain and whole on every rank. write: rank 0's values become the model's
@@ -359,11 +390,9 @@ class Tree:
                 raise ValueError("full_parameters() within full_parameters(write=False): what is written inside would be lost")
             yield
             return
-        full = {name: lies.gather(self.at_rest(name)) for name, lies in self.lies.items() if self.stands(name)}
+        full = {name: self._gathered_at(lies, home) for name, lies in self.lies.items() if self.stands(name)}
         buffers_now = {name: place for name, place in self.buffers.items() if self.stands(name)}
         before = {name: place.registry[place.key] for name, place in buffers_now.items()}
-        if home:
-            full = {name: whole.to(self.lies[name].home) for name, whole in full.items()}
         # objects of their own: graphs of earlier steps that are alive still know the parts
         # a program is captured as it was planned: what is frozen for a while has its gradients in it, if no code asks for that
         trains = self._trainable ^ set(self.otherwise) if home else {name for name, param in self.params.items() if param.requires_grad}
@@ -412,6 +441,11 @@ def _written(param: nn.Parameter) -> tuple[int, int]:
     return here._version, here.data_ptr()
 
 
+def _home_of(lies: Lies, whole: Tensor) -> Tensor:
+    """A whole tensor where it was before; here, if it had no data there."""
+    return whole if lies.home.type == "meta" else whole.to(lies.home)
+
+
 def whole_again(model: nn.Module) -> None:
     """Collective: if the model was compiled before, its parameters and buffers become whole, for it to be compiled again."""
     close_steps()
@@ -422,14 +456,14 @@ def whole_again(model: nn.Module) -> None:
     for param in parts.values():
         lies = lies_of(param)
         grad = param.grad
-        whole = None if grad is None else lies.gather(local(grad)).to(lies.home)
-        become_whole(param, lies.gather(local(param)).to(lies.home))
+        whole = None if grad is None else _home_of(lies, lies.gather(local(grad)))
+        become_whole(param, _home_of(lies, lies.gather(local(param))))
         param.grad = whole
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and is_part(buffer):
                 lies = lies_of(buffer)  # type: ignore[arg-type]
-                module._buffers[name] = lies.gather(local(buffer)).to(lies.home)
+                module._buffers[name] = _home_of(lies, lies.gather(local(buffer)))
     for tree in trees:
         shared = [name for name, param in tree.params.items() if id(param) in parts]
         tree.gone = (
