@@ -232,6 +232,9 @@ def compile(  # noqa: A001  (the field's word)
     computes a rank's inputs (an encoder outside) is to bring its gradients together by their mean, as DistributedDataParallel around it
     does.
 
+    The model may be on the meta device on all ranks but rank 0, whose values are given to all, or on every rank, and be loaded before the
+    first call.
+
     compile_stages: give what the emitted module computes between its collectives to torch.compile; the name of a backend, or True for
     'inductor'. A block is compiled once, when it is first called.
 
