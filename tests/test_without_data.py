@@ -63,6 +63,18 @@ class Plain(nn.Module):
         return F.mse_loss(self.down(torch.tanh(self.up(x))), y)
 
 
+class Adapted(Plain):
+    """A frozen layer with an addition of rank 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.low, self.high = nn.Linear(8, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.down(torch.tanh(self.up(x) + self.high(self.low(x)))), y)
+
+
 class WithTable(Plain):
     """With a tensor in a plain attribute."""
 
@@ -182,6 +194,34 @@ def _loaded(pins: dict[str, Any], how: str, folder: str) -> bool:
 def test_the_data_is_loaded_into_the_parts(pair: WorkerPool, plan: str, how: str, tmp_path: Path) -> None:
     autopar.save(tmp_path / "first", built())
     assert pair.run(_loaded, PLANS[plan], how, str(tmp_path / "first"), timeout_s=120) == [True, True]
+
+
+def _adapters_alone(pins: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Of a model whose frozen weights are loaded later, adapters have data from the beginning, and an optimizer."""
+    whole, model = built(Adapted), built(Adapted, meta=True)
+    model.low, model.high = built(Adapted).low, built(Adapted).high
+    found: list[list[float]] = []
+    for one in (whole, model):
+        optimizer = torch.optim.AdamW([p for p in one.parameters() if p.requires_grad], lr=1e-2)
+        if one is model:
+            one = _compiled(model, pins, example_inputs=floats())
+            one.load_state_dict({n: t for n, t in whole.state_dict().items() if n.startswith(("up", "down"))}, strict=False)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = one(*floats())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        found.append(losses)
+    return found[0], found[1]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("plan", ["tp2", "zero3"])
+def test_some_parameters_have_data(pair: WorkerPool, plan: str) -> None:
+    for expected, found in pair.run(_adapters_alone, PLANS[plan], timeout_s=60):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def _without() -> tuple[str, str, bool, bool, list[str]]:

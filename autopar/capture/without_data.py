@@ -25,25 +25,36 @@ def values() -> Mapping[Leaf, Tensor]:
 
 @contextlib.contextmanager
 def on_meta(model: nn.Module, inputs: Any) -> Iterator[dict[int, Tensor]]:
-    """Inside, the buffers of a model of which some parameter is on the meta device are there, too. inputs: those of a call, (args, kwargs).
-    Gives, by the id of a tensor that stands there for a buffer, that buffer: it is filled for the time inside."""
+    """Inside, all of a model of which some parameter is on the meta device is there. inputs: those of a call, (args, kwargs). Gives, by the
+    id of a tensor that stands there for a parameter or buffer with data, that one; none outside."""
     of: dict[int, Tensor] = {}
     if not any(p.is_meta for p in model.parameters()):
         yield of
         return
-    known: dict[Leaf, Tensor] = {name: b for name, b in model.named_buffers(remove_duplicate=False) if not b.is_meta}
+    held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    known: dict[Leaf, Tensor] = {name: t for name, t in held if not t.is_meta}
     known.update(given_by(inputs).items())
     standing: dict[int, Tensor] = {}
-    places = [(m._buffers, key, b) for m in model.modules() for key, b in m._buffers.items() if b is not None and not b.is_meta]
-    for registry, key, buffer in places:
-        if id(buffer) not in standing:
-            made = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device="meta")
-            standing[id(buffer)], of[id(made)] = made, buffer
-        registry[key] = standing[id(buffer)]
+    tables: list[dict[str, Any]] = [table for m in model.modules() for table in (m._parameters, m._buffers)]
+    places = [(table, key, t) for table in tables for key, t in table.items() if t is not None and not t.is_meta]
+    for table, key, t in places:
+        if id(t) not in standing:
+            standing[id(t)] = made = _stand_in(t)
+            of[id(made)] = t
+        table[key] = standing[id(t)]
     token = _VALUES.set(known)
     try:
         yield of
     finally:
         _VALUES.reset(token)
-        for registry, key, buffer in places:
-            registry[key] = buffer
+        for table, key, t in places:
+            table[key] = t
+
+
+def _stand_in(t: Tensor) -> Tensor:
+    """Another one on the meta device, with the same hooks."""
+    made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    if isinstance(t, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=t.requires_grad)
+        made._backward_hooks, made._post_accumulate_grad_hooks = t._backward_hooks, t._post_accumulate_grad_hooks
+    return made
