@@ -27,7 +27,8 @@ from autopar.capture.causal import with_known_masks
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
 from autopar.capture.effects import changed_in_place
-from autopar.capture.fewer import captured_and_compared
+from autopar.capture.fewer import TooMuchWork, captured_and_compared
+from autopar.capture.flops import work_of
 from autopar.capture.functionalize import functionalize
 from autopar.capture.guards import Guards
 from autopar.capture.held import ABSENT
@@ -119,7 +120,8 @@ def capture(
     example_inputs: a tuple of positional or a mapping of keyword inputs of one call, the global batch; shapes are frozen to theirs. The
     model may lie on the meta device; of its inputs only shapes and dtypes are taken then. loss: loss(output) gives the scalar loss where
     the forward does not return one. check: run model and program twice in a row on the inputs and compare loss, gradients and buffers (not
-    on meta; on fewer samples where one device has no memory for all, which a note says). outputs: the tensors that the model returns
+    on meta; on fewer samples where one device has no memory for all, or they are much to compute, which a note says). outputs: the tensors
+    that the model returns
     beside the loss are in the program too; None: if it returns no loss, for the user to make one of them. dtype: what float32 parameters
     and inputs are cast to where they are used (`run.precision`); None: nothing is cast. written: names of frozen parameters that other
     calls write to: buffers, like those that this call writes to. trains: the loss must require a gradient; else, as in a call under
@@ -151,27 +153,27 @@ def _captured_and_checked(
         with holding(model, found.made):
             return at_once(example, **more)
 
-    def captured(example: Inputs, check: bool) -> Captured:
+    def captured(example: Inputs, most: float) -> Captured:
         try:
-            return captured_with_what_is_left(example, check)
+            return captured_with_what_is_left(example, most)
         except OtherGradients:
             with computing_in(dtype, model):
                 again = runs_again(model, loss, copied(inputs_in(dtype, example)))
             if again:
                 with contextlib.suppress(OtherGradients), keeping_what_runs_again(again):
-                    return captured_with_what_is_left(example, check)
+                    return captured_with_what_is_left(example, most)
             with computing_in(dtype, model):
                 own = own_gradients(model, loss, copied(inputs_in(dtype, example)))
             if not (own.modules or own.functions or own.hooks or own.whole):
                 raise
-            return once(example, check=check, as_written=own)
+            return once(example, most=most, as_written=own)
 
-    def captured_with_what_is_left(example: Inputs, check: bool) -> Captured:
-        found = once(example, check=check)
-        return once(example, check=check, places=found.given) if found.given else found
+    def captured_with_what_is_left(example: Inputs, most: float) -> Captured:
+        found = once(example, most=most)
+        return once(example, most=most, places=found.given) if found.given else found
 
     if not check:
-        return captured(example, False)
+        return captured(example, 0.0)
     found, notes = captured_and_compared(captured, example, _alike)
     return dataclasses.replace(found, program=found.program.replace(notes=(*found.program.notes, *notes))) if notes else found
 
@@ -181,11 +183,12 @@ def _alike(one: Captured, other: Captured) -> bool:
 
 
 def _captured(
-    model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, check: bool, outputs: bool | None,
+    model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, most: float, outputs: bool | None,
     dtype: torch.dtype | None, written: Collection[str], trains: bool, sizes: bool, as_written: OwnGradients | None = None,
     places: tuple[str, ...] = (), asked_of: Inputs,
 ) -> Captured:  # fmt: skip
-    """What `capture` gives. as_written: what runs as it is written. places: those of which the program gives the tensors that a call
+    """What `capture` gives. most: how much work a pass may be that is compared with the model; 0: none is, TooMuchWork if it is more.
+    as_written: what runs as it is written. places: those of which the program gives the tensors that a call
     leaves there; without them, those that it could give are in `given`. asked_of: the example as the user gave it."""
     args, kwargs = example
     if lazy := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]:
@@ -236,7 +239,9 @@ def _captured(
         _check_written(program, found.answers, dtype)
         check_told(program, told)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
-        trainable = trainable_tensors(program, trace.tensors) if check and real else None
+        if real and 0 < most < (work := work_of(program)):
+            raise TooMuchWork(work)
+        trainable = trainable_tensors(program, trace.tensors) if most and real else None
         compared = None if trainable is None else tuple(trainable.values())
         if as_written is None and trainable is not None and found.hooks:
             raise OtherGradients(f"{program.name} registers {found.hooks[0]} on an activation in its forward")
