@@ -489,7 +489,10 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / f"data-{'0' * 16}-00000.safetensors").write_text("x")
+    (tmp_path / "pretrained").mkdir()
+    (tmp_path / "pretrained" / "model-00001-of-00002.safetensors").write_text("x")
     cases = {"none": "it is not there", "file": "it is a file", "empty": "has no checkpoint", "begun": "is not complete"}
+    cases |= {"pretrained": "has no checkpoint.*autopar import makes one of the safetensors files"}
     for name, text in cases.items():
         with pytest.raises(CheckpointError, match=text):
             autopar.load(tmp_path / name, nn.Linear(2, 2))

@@ -102,7 +102,8 @@ def _opened(folder: Path) -> CheckpointReader | ForeignReader:
         raise CheckpointError(f"cannot read the checkpoint {folder}: it {what}")
     if any(folder.glob("data-*.safetensors")) or any(folder.glob("*.distcp")):
         raise CheckpointError(f"the checkpoint {folder} is not complete: its processes ended while they wrote it. Load an earlier one")
-    raise CheckpointError(f"{folder} has no checkpoint: there is neither {INDEX} nor {METADATA} in it")
+    remedy = " (autopar import makes one of the safetensors files that are in it)" if any(folder.glob("*.safetensors")) else ""
+    raise CheckpointError(f"{folder} has no checkpoint: there is neither {INDEX} nor {METADATA} in it{remedy}")
 
 
 def _fitted(folder: Path, subject: Subject, optimizers: tuple[Any, ...]) -> _Fitted:
