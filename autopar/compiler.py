@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture import Captured, capture, program_hash
+from autopar.capture import Captured, capture, captured_alike, program_hash
 from autopar.capture.export import each_output
 from autopar.collector import held_back
 from autopar.debug import said, timed
@@ -179,15 +179,16 @@ def emit(captured: Captured, decided: Plan, positional: tuple[str, ...] = ()) ->
 
 def build(
     model: nn.Module, inputs: Inputs, gpus: int, *, loss: Callable[[Any], Tensor] | None, decide: Callable[[Captured], Plan],
-    outputs: bool | None = None, dtype: torch.dtype | None = None,
+    outputs: bool | None = None, dtype: torch.dtype | None = None, apart: bool = False,
 ) -> Compiled:  # fmt: skip
-    """Everything up to the source. outputs, dtype: as in `capture`. Where there are other ranks it is collective: each captures, and rank 0
+    """Everything up to the source. outputs, dtype: as in `capture`; apart: as in `captured_alike`. Where there are other ranks it is collective: each captures, and rank 0
     plans for all."""
     check_inputs(model, inputs)
     with timed("capture"):
         captured = done_by_all(
-            lambda: capture(model, inputs, loss=loss, outputs=outputs, dtype=dtype), same=lambda c: program_hash(c.program), what="capture"
-        )
+            lambda: captured_alike(model, inputs, apart=apart, loss=loss, outputs=outputs, dtype=dtype),
+            same=lambda c: program_hash(c.program), what="capture",
+        )  # fmt: skip
     decided = Plan.from_json(decided_by_rank_0(lambda: decide(captured).to_json()))
     if decided.gpus != gpus:
         raise PlanError(f"the plan is for {decided.gpus} GPUs, not for {gpus}")
@@ -284,14 +285,17 @@ def compile(  # noqa: A001  (the field's word)
                 return again(plan=decided)
         return again(plan=given, pins=pins, reduce_dtype=reduce_dtype)
 
+    apart = False
+
     def finish(inputs: Inputs) -> Compiled:
+        nonlocal apart
         if world_size() == count:
             join_process_group(default_device())
             whole_again(model)
-            take_buffers_of_rank_0(model)
+            apart = take_buffers_of_rank_0(model)
         decide = wanted if given is None else lambda _: given
         with as_if_trained(model, inputs):
-            return build(model, inputs, count, loss=objective, decide=decide, outputs=wanted_outputs, dtype=dtype)
+            return build(model, inputs, count, loss=objective, decide=decide, outputs=wanted_outputs, dtype=dtype, apart=apart)
 
     def start(compiled: Compiled, inputs: Inputs) -> ParallelModule:
         captured = compiled.captured
@@ -302,7 +306,7 @@ def compile(  # noqa: A001  (the field's word)
             )
         another = Variants(
             model, compiled.plan, captured.program, objective, emit, choose_cluster(cluster), outputs=wanted_outputs, dtype=dtype,
-            backend=backend,
+            backend=backend, apart=apart,
         )  # fmt: skip
         with as_if_trained(model, inputs):
             module = ParallelModule(

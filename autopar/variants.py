@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.axes import BATCH
-from autopar.capture import Captured, capture, program_hash
+from autopar.capture import Captured, captured_alike, program_hash
 from autopar.errors import CaptureError, PlanError
 from autopar.ir import Buffer, Param, Program, refs
 from autopar.planner import Plan, complete
@@ -51,14 +51,15 @@ def names_read(program: Program) -> frozenset[str]:
 
 class Variants:
     """Emits the module of a plan for the model as it is at a call. For the capture its parameters are whole for a moment. program: that
-    of the plan. cluster: prices what is decided anew."""
+    of the plan. cluster: prices what is decided anew. apart: as in `captured_alike`."""
 
     def __init__(
         self, model: nn.Module, plan: Plan, program: Program, loss: Callable[[Any], Tensor] | None, emit: Callable[..., str],
         cluster: Cluster, *, outputs: bool | None = None, dtype: torch.dtype | None = None, backend: str | None = None,
+        apart: bool = False,
     ) -> None:  # fmt: skip
         self._model, self._plan, self._program, self._loss, self._emit, self._cluster = model, plan, program, loss, emit, cluster
-        self._outputs, self._dtype, self._backend = outputs, dtype, backend
+        self._outputs, self._dtype, self._backend, self._apart = outputs, dtype, backend, apart
         self._planned = frozenset(p.fqn for p in program.params if p.trainable)
         self._told: set[str] = set()  # parameters that train and were not planned to
 
@@ -101,7 +102,8 @@ class Variants:
         return emitted, tensors, captured.guards, captured.returned
 
     def _captured(self, inputs: Any, why: str, **how: Any) -> Captured:
-        again = functools.partial(capture, self._model, inputs, loss=self._loss, outputs=self._outputs, dtype=self._dtype, **how)
+        how |= {"loss": self._loss, "outputs": self._outputs, "dtype": self._dtype}
+        again = functools.partial(captured_alike, self._model, inputs, apart=self._apart, **how)
         if why:  # what has changed may change again: sizes that it decides are those of a call, where they can be
             with contextlib.suppress(CaptureError):
                 return again(sizes=False)

@@ -75,6 +75,23 @@ class Adapted(Plain):
         return F.mse_loss(self.down(torch.tanh(self.up(x) + self.high(self.low(x)))), y)
 
 
+class ByDevice(Plain):
+    """Asks on what device it is, and computes the same in another way there."""
+
+    differs = False
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.up.weight.device.type == "meta":
+            x = x.mul(2).div(2 + self.differs)
+        return super().forward(x, y)
+
+
+class Otherwise(ByDevice):
+    """The same, but that it is not the same there."""
+
+    differs = True
+
+
 class WithTable(Plain):
     """With a tensor in a plain attribute."""
 
@@ -222,6 +239,41 @@ def _adapters_alone(pins: dict[str, Any]) -> tuple[list[float], list[float]]:
 def test_some_parameters_have_data(pair: WorkerPool, plan: str) -> None:
     for expected, found in pair.run(_adapters_alone, PLANS[plan], timeout_s=60):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def _by_device(kind: type[nn.Module], pins: dict[str, Any]) -> list[float] | str:
+    model = built(kind, meta=dist.get_rank() > 0)
+    try:
+        made = _compiled(model, pins, example_inputs=floats())
+    except (autopar.CaptureError, autopar.LaunchError) as error:
+        return f"{type(error).__name__}: {error}"
+    optimizer, losses = torch.optim.SGD(made.parameters(), lr=0.1), []
+    for size in (8, 8, 4):
+        optimizer.zero_grad()
+        loss = made(*(t[:size] for t in floats()))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("plan", ["tp2", "zero3"])
+def test_code_that_asks_for_the_device_is_captured_alike(pair: WorkerPool, plan: str) -> None:
+    """What ranks without data capture, rank 0 has compared with the model."""
+    plain, losses = built(ByDevice), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for size in (8, 8, 4):
+        optimizer.zero_grad()
+        loss = plain(*(t[:size] for t in floats()))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for found in pair.run(_by_device, ByDevice, PLANS[plan], timeout_s=60):
+        assert found == pytest.approx(losses, rel=1e-12)
+    first, second = pair.run(_by_device, Otherwise, PLANS[plan], timeout_s=60)
+    assert first.startswith("CaptureError: the captured program's loss is ")
+    assert second.startswith("LaunchError: capture failed on rank 0: CaptureError: the captured program's loss is ")
 
 
 def _without() -> tuple[str, str, bool, bool, list[str]]:

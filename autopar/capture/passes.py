@@ -21,7 +21,7 @@ from autopar.capture.autocast import with_casts
 from autopar.capture.batch import batch_size_of, batched_of
 from autopar.capture.blocks import find_blocks, without_lead
 from autopar.capture.border import TracedCall, check_border, observed, traced
-from autopar.capture.calls import Inputs, apart, copied, of_a_module, refuse_changing
+from autopar.capture.calls import Calls, Inputs, apart, copied, of_a_module, refuse_changing
 from autopar.capture.casts import cast_before_use
 from autopar.capture.causal import with_known_masks
 from autopar.capture.check import check_program, trainable_tensors
@@ -61,7 +61,7 @@ from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.capture.without_data import on_meta
 from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients, SparseGradients
-from autopar.ir import Input, Op, Program, TensorType, refs
+from autopar.ir import Buffer, Input, Op, Param, Program, TensorType, refs
 from autopar.run.asked import OF_GRADIENTS
 from autopar.run.autocast import Autocast
 from autopar.run.checkpointed import functions_called
@@ -114,6 +114,8 @@ def capture(
     written: Collection[str] = (),
     trains: bool = True,
     sizes: bool = True,
+    data: bool = True,
+    beside: Callable[[Arguments], Captured] | None = None,
 ) -> Captured:
     """The model's forward pass to its scalar loss as a Program, in the model's present mode (train or eval).
 
@@ -126,14 +128,15 @@ def capture(
     and inputs are cast to where they are used (`run.precision`); None: nothing is cast. written: names of frozen parameters that other
     calls write to: buffers, like those that this call writes to. trains: the loss must require a gradient; else, as in a call under
     torch.no_grad() that uses what is frozen alone, it may do without. sizes: the values of buffers may decide sizes (`h[:, self.mask]`),
-    for which the program holds then; else what they decide runs as it is written. The model is left as it was. Raises CaptureError with
-    the line of the model's source and what to do, NoLoss if there is no loss.
+    for which the program holds then; else what they decide runs as it is written. data: without it the model is captured as if all of it
+    were on the meta device. beside: gives of inputs another program of the model, which is compared too. The model is left as it was.
+    Raises CaptureError with the line of the model's source and what to do, NoLoss if there is no loss.
     """
     arguments = arguments_of(example_inputs)
-    with on_meta(model, arguments) as of:
+    with on_meta(model, arguments, any_model=not data) as of:
         found = _captured_and_checked(
             model, _beside(model, arguments), check, loss=loss, outputs=outputs, dtype=dtype, written=written, trains=trains, sizes=sizes,
-            asked_of=given_as(example_inputs),
+            beside=beside, asked_of=given_as(example_inputs),
         )  # fmt: skip
         return dataclasses.replace(found, tensors={v: of.get(id(t), t) for v, t in found.tensors.items()}) if of else found
 
@@ -185,11 +188,11 @@ def _alike(one: Captured, other: Captured) -> bool:
 def _captured(
     model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, most: float, outputs: bool | None,
     dtype: torch.dtype | None, written: Collection[str], trains: bool, sizes: bool, as_written: OwnGradients | None = None,
-    places: tuple[str, ...] = (), asked_of: Inputs,
+    places: tuple[str, ...] = (), beside: Callable[[Arguments], Captured] | None = None, asked_of: Inputs,
 ) -> Captured:  # fmt: skip
     """What `capture` gives. most: how much work a pass may be that is compared with the model; 0: none is, TooMuchWork if it is more.
-    as_written: what runs as it is written. places: those of which the program gives the tensors that a call
-    leaves there; without them, those that it could give are in `given`. asked_of: the example as the user gave it."""
+    as_written: what runs as it is written. places: those of which the program gives the tensors that a call leaves there; without them,
+    those that it could give are in `given`. beside: as of `capture`. asked_of: the example as the user gave it."""
     args, kwargs = example
     if lazy := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]:
         raise CaptureError(
@@ -264,6 +267,10 @@ def _captured(
                 checked, calls, dict(trace.tensors) | leaves, _inputs_by_value(program.inputs, *copied(given)), trace.returned, dtype=dtype,
                 answers=found.answers,
             )  # fmt: skip
+            if beside is not None:
+                named = {p.fqn: leaves[p.value] for p in program.params}
+                named |= {b.fqn: trace.tensors[b.value] for b in program.buffers if b.fqn is not None}
+                _check_other(beside(Arguments(args, kwargs)), calls, named, copied(given), dtype)
         elif unseen and (real or found.hooks or as_written is not None):
             remedy = "capture with check=True" if real else "build the model with data, not on the meta device"
             raise CaptureError(
@@ -303,6 +310,19 @@ def _captured(
         program, dict(trace.tensors), model.training, guards, left_out, _defaults(model, args, kwargs), found.returns, returned,
         around.autocast, found.answers, () if places else could, {} if calls is None else calls.made,
     )  # fmt: skip
+
+
+def _check_other(
+    other: Captured, calls: Calls, named: Mapping[str, torch.Tensor], given: Inputs, dtype: torch.dtype | None
+) -> None:
+    """CaptureError if another program of the model does not compute what the model computed. named: the model's tensors."""
+    program = other.program
+    leaves: tuple[Param | Buffer, ...] = (*program.params, *program.buffers)
+    tensors = {x.value: other.tensors[x.value] if x.fqn is None else named[x.fqn] for x in leaves}
+    if any(isinstance(t, torch.Tensor) and t.is_meta for t in tensors.values()):
+        return  # where it is run, it is said
+    alone = dataclasses.replace(calls, calls=tuple(dataclasses.replace(call, returned=()) for call in calls.calls))
+    check_program(program, alone, tensors, _inputs_by_value(program.inputs, *given), dtype=dtype, answers=other.answers)
 
 
 def _check_written(program: Program, answers: Answers, dtype: torch.dtype | None) -> None:

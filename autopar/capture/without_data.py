@@ -24,11 +24,11 @@ def values() -> Mapping[Leaf, Tensor]:
 
 
 @contextlib.contextmanager
-def on_meta(model: nn.Module, inputs: Any) -> Iterator[dict[int, Tensor]]:
-    """Inside, all of a model of which some parameter is on the meta device is there. inputs: those of a call, (args, kwargs). Gives, by the
-    id of a tensor that stands there for a parameter or buffer with data, that one; none outside."""
+def on_meta(model: nn.Module, inputs: Any, *, any_model: bool = False) -> Iterator[dict[int, Tensor]]:
+    """Inside, all of a model of which some parameter is on the meta device is there; any_model: of others too. inputs: those of a call,
+    (args, kwargs). Gives, by the id of a tensor that stands there for a parameter or buffer with data, that one."""
     of: dict[int, Tensor] = {}
-    if not any(p.is_meta for p in model.parameters()):
+    if not (any_model or any(p.is_meta for p in model.parameters())):
         yield of
         return
     held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))

@@ -20,22 +20,28 @@ from autopar.run.together import known_to_all
 __all__ = ["give_memory", "is_unwritten", "nothing_yet", "take_buffers_of_rank_0", "without_values"]
 
 
-def take_buffers_of_rank_0(model: nn.Module) -> None:
+def take_buffers_of_rank_0(model: nn.Module) -> bool:
     """Collective: the values of the buffers that are on the meta device on this rank, where rank 0 has any: code may ask for them when the
-    model is captured."""
+    model is captured. Whether rank 0 has data of parameters that another rank does not have."""
     places = [(m._buffers, key, f"{path}.{key}".lstrip(".")) for path, m in model.named_modules() for key in m._buffers]
     held = {name: b for registry, key, name in places if (b := registry[key]) is not None}
 
-    def asked(missing: list[list[str]]) -> Callable[[], dict[str, Tensor]] | None:
-        names = dict.fromkeys(name for one in missing for name in one)
+    apart = False
+
+    def asked(told: list[tuple[list[str], bool]]) -> Callable[[], dict[str, Tensor]] | None:
+        nonlocal apart
+        apart = not told[0][1] and any(bare for _, bare in told)
+        names = dict.fromkeys(name for missing, _ in told for name in missing)
         return None if not names else lambda: {n: held[n].detach().cpu() for n in names if n in held and not held[n].is_meta}
 
-    found = known_to_all([name for name, b in held.items() if b.is_meta], asked) or {}
+    mine = [name for name, b in held.items() if b.is_meta], any(p.is_meta for p in model.parameters())
+    found = known_to_all(mine, asked) or {}
     given: dict[int, Tensor] = {}  # by the id of the buffer for which it stands: one tensor may have several names
     for registry, key, name in places:
         buffer = held.get(name)
         if buffer is not None and buffer.is_meta and name in found:
             registry[key] = given.setdefault(id(buffer), found[name])
+    return apart
 
 
 def give_memory(param: nn.Parameter, like: Tensor) -> None:

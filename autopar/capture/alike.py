@@ -1,0 +1,25 @@
+"""The same program on ranks that have a model's data and on ranks that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from autopar.capture.fingerprint import program_hash
+from autopar.capture.passes import Captured, capture
+
+__all__ = ["captured_alike"]
+
+
+def captured_alike(model: nn.Module, inputs: Any, *, apart: bool, **how: Any) -> Captured:
+    """What `capture` gives. apart: other ranks have the model on the meta device, where code may take other ways (torch's and the model's
+    own ask what device they are on): then it is what they capture, where that differs, compared with this rank's model like its own."""
+    if not apart or any(p.is_meta for p in model.parameters()):
+        return capture(model, inputs, **how)
+
+    def bare(inputs: Any) -> Captured:
+        return capture(model, inputs, data=False, check=False, **how)
+
+    own, theirs = capture(model, inputs, beside=bare, **how), bare(inputs)
+    return own if program_hash(own.program) == program_hash(theirs.program) else theirs
