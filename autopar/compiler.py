@@ -181,8 +181,8 @@ def build(
     model: nn.Module, inputs: Inputs, gpus: int, *, loss: Callable[[Any], Tensor] | None, decide: Callable[[Captured], Plan],
     outputs: bool | None = None, dtype: torch.dtype | None = None, apart: bool = False,
 ) -> Compiled:  # fmt: skip
-    """Everything up to the source. outputs, dtype: as in `capture`; apart: as in `captured_alike`. Where there are other ranks it is collective: each captures, and rank 0
-    plans for all."""
+    """Everything up to the source. outputs, dtype: as in `capture`; apart: as in `captured_alike`. Where there are other ranks it is
+    collective: each captures, and rank 0 plans for all."""
     check_inputs(model, inputs)
     with timed("capture"):
         captured = done_by_all(
