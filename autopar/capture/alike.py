@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import nn
@@ -11,11 +12,16 @@ from autopar.capture.passes import Captured, capture
 
 __all__ = ["captured_alike"]
 
+NOT_COMPARED = "the captured program was not compared with the model, which had no data"
+
 
 def captured_alike(model: nn.Module, inputs: Any, *, apart: bool, **how: Any) -> Captured:
     """What `capture` gives. apart: other ranks have the model on the meta device, where code may take other ways (torch's and the model's
     own ask what device they are on): then it is what they capture, where that differs, compared with this rank's model like its own."""
-    if not apart or any(p.is_meta for p in model.parameters()):
+    if any(p.is_meta for p in model.parameters()):
+        found = capture(model, inputs, **how)
+        return found if apart else dataclasses.replace(found, program=found.program.replace(notes=(*found.program.notes, NOT_COMPARED)))
+    if not apart:
         return capture(model, inputs, **how)
 
     def bare(inputs: Any) -> Captured:
