@@ -60,11 +60,12 @@ Inputs = tuple[Any, ...] | dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
-    """What a model was compiled to: the captured program, its plan, the emitted source."""
+    """What a model was compiled to: the captured program, its plan, the emitted source. apart: as in `captured_alike`."""
 
     captured: Captured
     plan: Plan
     source: str
+    apart: bool = False
 
 
 def plan(
@@ -193,7 +194,7 @@ def build(
     if decided.gpus != gpus:
         raise PlanError(f"the plan is for {decided.gpus} GPUs, not for {gpus}")
     decided = named_as(captured.program, decided)
-    return Compiled(captured=captured, plan=decided, source=emit(captured, decided, positional_names(model)))
+    return Compiled(captured=captured, plan=decided, source=emit(captured, decided, positional_names(model)), apart=apart)
 
 
 def compile(  # noqa: A001  (the field's word)
@@ -285,10 +286,8 @@ def compile(  # noqa: A001  (the field's word)
                 return again(plan=decided)
         return again(plan=given, pins=pins, reduce_dtype=reduce_dtype)
 
-    apart = False
-
     def finish(inputs: Inputs) -> Compiled:
-        nonlocal apart
+        apart = False
         if world_size() == count:
             join_process_group(default_device())
             whole_again(model)
@@ -306,7 +305,7 @@ def compile(  # noqa: A001  (the field's word)
             )
         another = Variants(
             model, compiled.plan, captured.program, objective, emit, choose_cluster(cluster), outputs=wanted_outputs, dtype=dtype,
-            backend=backend, apart=apart,
+            backend=backend, apart=compiled.apart,
         )  # fmt: skip
         with as_if_trained(model, inputs):
             module = ParallelModule(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -12,10 +12,9 @@ from autopar.errors import LaunchError
 from autopar.run import record
 from autopar.run.groups import group_of
 
-__all__ = ["decided_by_rank_0", "done_by_all", "known_to_all", "talking"]
+__all__ = ["decided_by_rank_0", "done_by_all", "talking", "told_by_all"]
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 
 def talking() -> bool:
@@ -52,17 +51,9 @@ def done_by_all(make: Callable[[], T], *, same: Callable[[T], str], what: str) -
     return made
 
 
-def known_to_all(mine: T, asked: Callable[[list[T]], Callable[[], U] | None]) -> U | None:
-    """Collective: what rank 0 makes for all. mine: what each rank tells the others, upon which asked(what all have told) says what rank 0
-    is to make; None: nothing, on every rank."""
-    make = asked(_all_gathered(mine) if talking() else [mine])
-    if make is None or not talking():
-        return None if make is None else make()
-    answer, everyone = [make() if dist.get_rank() == 0 else None], _everyone()
-    record.entered(record.AGREEMENT)
-    dist.broadcast_object_list(answer, src=0, group=everyone)
-    record.left()
-    return answer[0]
+def told_by_all(mine: T) -> list[T]:
+    """Collective: what each rank tells, on every rank."""
+    return _all_gathered(mine) if talking() else [mine]
 
 
 def _all_gathered(mine: T) -> list[T]:
@@ -74,26 +65,26 @@ def _all_gathered(mine: T) -> list[T]:
     return found
 
 
-def decided_by_rank_0(make: Callable[[], bytes]) -> bytes:
+def decided_by_rank_0(make: Callable[[], T]) -> T:
     """Collective: make() on rank 0 alone; its result, or its error, on every rank."""
     if not talking():
         return make()
-    mine: tuple[list[str], str, bytes] = ([], "", b"")
+    mine: tuple[list[str], str, T | None] = ([], "", None)
     if dist.get_rank() == 0:
         try:
             mine = ([], "", make())
         except Exception as e:
-            _broadcast(([kind.__name__ for kind in type(e).__mro__], str(e), b""))  # for which the other ranks wait
+            _broadcast(([kind.__name__ for kind in type(e).__mro__], str(e), None))  # for which the other ranks wait
             raise
     kinds, text, result = _broadcast(mine)
     if kinds:
         known = {"ValueError": ValueError, "TypeError": TypeError} | {name: getattr(errors, name) for name in errors.__all__}
         same = next((known[kind] for kind in kinds if kind in known), None)
         raise same(text) if same is not None else LaunchError(f"planning failed on rank 0: {kinds[0]}: {text}")
-    return result
+    return cast(T, result)
 
 
-def _broadcast(mine: tuple[list[str], str, bytes]) -> tuple[list[str], str, bytes]:
+def _broadcast(mine: tuple[list[str], str, T | None]) -> tuple[list[str], str, T | None]:
     answer, everyone = [mine], _everyone()
     record.entered(record.PLANNING)
     dist.broadcast_object_list(answer, src=0, group=everyone)

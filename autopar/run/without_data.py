@@ -7,7 +7,7 @@ tracer, holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autopar.run.dtypes import dtype_named
 from autopar.run.manifest import BufferSpec, ParamSpec
 from autopar.run.mesh import Mesh
-from autopar.run.together import known_to_all
+from autopar.run.together import decided_by_rank_0, told_by_all
 
 __all__ = ["give_memory", "is_unwritten", "nothing_yet", "take_buffers_of_rank_0", "without_values"]
 
@@ -25,23 +25,17 @@ def take_buffers_of_rank_0(model: nn.Module) -> bool:
     model is captured. Whether rank 0 has data of parameters that another rank does not have."""
     places = [(m._buffers, key, f"{path}.{key}".lstrip(".")) for path, m in model.named_modules() for key in m._buffers]
     held = {name: b for registry, key, name in places if (b := registry[key]) is not None}
-
-    apart = False
-
-    def asked(told: list[tuple[list[str], bool]]) -> Callable[[], dict[str, Tensor]] | None:
-        nonlocal apart
-        apart = not told[0][1] and any(bare for _, bare in told)
-        names = dict.fromkeys(name for missing, _ in told for name in missing)
-        return None if not names else lambda: {n: held[n].detach().cpu() for n in names if n in held and not held[n].is_meta}
-
-    mine = [name for name, b in held.items() if b.is_meta], any(p.is_meta for p in model.parameters())
-    found = known_to_all(mine, asked) or {}
+    told = told_by_all(([name for name, b in held.items() if b.is_meta], any(p.is_meta for p in model.parameters())))
+    missing = dict.fromkeys(name for names, _ in told for name in names)
+    found: dict[str, Tensor] = {}
+    if missing:
+        found = decided_by_rank_0(lambda: {n: held[n].detach().cpu() for n in missing if n in held and not held[n].is_meta})
     given: dict[int, Tensor] = {}  # by the id of the buffer for which it stands: one tensor may have several names
     for registry, key, name in places:
         buffer = held.get(name)
         if buffer is not None and buffer.is_meta and name in found:
             registry[key] = given.setdefault(id(buffer), found[name])
-    return apart
+    return not told[0][1] and any(bare for _, bare in told)
 
 
 def give_memory(param: nn.Parameter, like: Tensor) -> None:
