@@ -67,18 +67,18 @@ class Variants:
         self, module: ParallelModule, inputs: Any, why: str
     ) -> tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]:
         """Collective. why: what has changed of the model, in words. Raises ValueError if the plan's decisions do not fit, CaptureError."""
-        model, plan = self._model, self._plan
-        written, trains = module.written_parameters, torch.is_grad_enabled()
-        with with_gradients(), module.captured_at_home():
-            captured = done_by_all(
-                lambda: self._captured(inputs, why, written=written, trains=trains),
-                same=lambda c: program_hash(c.program), what="capture for other inputs",
-            )  # fmt: skip
+        plan, captured = self._plan, self._captured_by_all(module, inputs, why)
         program = captured.program
         try:
-            completed = decided_by_rank_0(lambda: complete(plan, self._program, program, module.manifest, self._cluster).to_json())
-            emitted = load(self._emit(captured, Plan.from_json(completed), positional_names(model)), backend=self._backend)
-            self.check(module, emitted)
+            try:
+                emitted = self._emitted(module, captured)
+            except PlanError:
+                with module.trained_as_planned() as otherwise:
+                    as_planned = self._captured_by_all(module, inputs, why) if otherwise else None
+                if as_planned is None or not _compute_the_same(program, as_planned.program):
+                    raise
+                captured, program = as_planned, as_planned.program  # what is frozen has gradients in it, which nobody takes
+                emitted = self._emitted(module, captured)
         except PlanError as e:
             count = program.batch_size or 0
             size = f"a batch of {count} in {'training' if captured.training else 'evaluation'} mode"
@@ -101,6 +101,22 @@ class Variants:
         tensors = {name: tensor for name, tensor in tensors_of(captured).items() if name in constants}
         return emitted, tensors, captured.guards, captured.returned
 
+    def _captured_by_all(self, module: ParallelModule, inputs: Any, why: str) -> Captured:
+        written, trains = module.written_parameters, torch.is_grad_enabled()
+        with with_gradients(), module.captured_at_home():
+            return done_by_all(
+                lambda: self._captured(inputs, why, written=written, trains=trains),
+                same=lambda c: program_hash(c.program), what="capture for other inputs",
+            )  # fmt: skip
+
+    def _emitted(self, module: ParallelModule, captured: Captured) -> Emitted:
+        """PlanError if the plan's decisions do not fit what was captured."""
+        program, plan = captured.program, self._plan
+        completed = decided_by_rank_0(lambda: complete(plan, self._program, program, module.manifest, self._cluster).to_json())
+        emitted = load(self._emit(captured, Plan.from_json(completed), positional_names(self._model)), backend=self._backend)
+        self.check(module, emitted)
+        return emitted
+
     def _captured(self, inputs: Any, why: str, **how: Any) -> Captured:
         how |= {"loss": self._loss, "outputs": self._outputs, "dtype": self._dtype}
         again = functools.partial(captured_alike, self._model, inputs, apart=self._apart, **how)
@@ -122,6 +138,12 @@ class Variants:
             here = buffers.get(buffer.name)
             if not buffer.constant and (here is None or here.layouts != buffer.layouts):
                 raise PlanError(f"{buffer.name} would have to lie otherwise than it does")
+
+
+def _compute_the_same(one: Program, other: Program) -> bool:
+    """Whether two programs of a model, of which other parameters train, call the same operators on the same values."""
+    calls, others = ([(op.target, op.args, op.kwargs, op.outputs, op.no_grad) for op in program.ops] for program in (one, other))
+    return calls == others and (one.loss, one.outputs) == (other.loss, other.outputs)
 
 
 def _lies(spec: ParamSpec) -> tuple[object, ...]:

@@ -126,6 +126,60 @@ def test_a_forward_that_asks_what_trains_is_told_what_does_now(pair: WorkerPool,
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+class Looking(Net):
+    """Looks whether its activations have a gradient, and does nothing about it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x)
+        self.seen = h.requires_grad or self.seen
+        return F.cross_entropy(self.head(self.blocks(h)), y)
+
+
+def _frozen_up_to_the_head(pins: dict[str, Any] | None) -> list[float]:
+    model = built(pins, kind=Looking)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = [step(model, optimizer, 0), step(model, optimizer, 1)]
+    model.first.requires_grad_(False)
+    model.blocks.requires_grad_(False)
+    return [*losses, step(model, optimizer, 2), step(model, optimizer, 3)]
+
+
+@pytest.mark.gloo
+def test_stages_that_could_not_be_cut_so_go_on_where_nothing_else_is_computed(pair: WorkerPool) -> None:
+    """Between frozen stages nothing that crosses has a gradient; what was planned computes the same, if code that asks does."""
+    expected = _frozen_up_to_the_head(None)
+    for found in pair.run(_frozen_up_to_the_head, {"pp": 2}, timeout_s=60):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+class Stopping(Net):
+    """No gradient goes to its first layer where its blocks do not train."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x)
+        trains = any(p.requires_grad for p in self.blocks.parameters())
+        return F.cross_entropy(self.head(self.blocks(h if trains else h.detach())), y)
+
+
+def _stopped() -> str:
+    model = built({"pp": 2}, kind=Stopping)
+    model(*batch()).backward()
+    model.blocks.requires_grad_(False)
+    with pytest.raises(ValueError, match="cannot run as it was planned") as error:
+        model(*batch())
+    return str(error.value)
+
+
+@pytest.mark.gloo
+def test_stages_that_cannot_be_cut_so_are_refused_where_something_else_is_computed(pair: WorkerPool) -> None:
+    for said in pair.run(_stopped, timeout_s=60):
+        assert "what crosses a cut must be differentiable" in said
+
+
 def _gradients_of_what_was_frozen(pins: dict[str, Any] | None) -> dict[str, Tensor]:
     model = built(pins, "first", "blocks.0")
     model(*batch()).backward()

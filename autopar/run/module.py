@@ -380,6 +380,16 @@ class ParallelModule(WithState):
         with self._tree.as_whole(write=False, home=True):
             yield
 
+    @contextlib.contextmanager
+    def trained_as_planned(self) -> Iterator[bool]:
+        """Inside, the original is captured as if what is frozen were not, if the plan has it train. Gives whether that is anything else."""
+        tree, otherwise = self._tree, self._tree.otherwise
+        tree.otherwise = tree.unfrozen
+        try:
+            yield tree.otherwise != otherwise
+        finally:
+            tree.otherwise = otherwise
+
     # --------------------------------------------------------------------------------------------------- as the original
     @property
     def training(self) -> bool:

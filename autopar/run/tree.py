@@ -197,9 +197,10 @@ class Tree:
             more = f" and {len(missing) - 3} more" if missing[3:] else ""
             raise ValueError(
                 f"{', '.join(missing[:3])}{more} of {self.model} had no values when it was compiled, on the meta device, and nothing has "
-                f"been written to them since\n  what to do: load them before the first call (autopar.load, load_full_state_dict, "
-                f"load_state_dict), or make them: model.apply(init), or inside of `with model.full_parameters():`; or have rank 0 build "
-                f"the model with data. Buffers that are in no checkpoint are best built with data on every rank"
+                f"been written to them since\n  what to do: load them into what compile has returned for example_inputs, before the first "
+                f"call (autopar.load, load_full_state_dict, load_state_dict), or make them: model.apply(init), or inside of "
+                f"`with model.full_parameters():`; or have rank 0 build the model with data. Buffers that are in no checkpoint are best "
+                f"built with data on every rank"
             )
         self._waits, self._without = False, {}
 
