@@ -70,15 +70,8 @@ class Variants:
         plan, captured = self._plan, self._captured_by_all(module, inputs, why)
         program = captured.program
         try:
-            try:
-                emitted = self._emitted(module, captured)
-            except PlanError:
-                with module.trained_as_planned() as otherwise:
-                    as_planned = self._captured_by_all(module, inputs, why) if otherwise else None
-                if as_planned is None or not _compute_the_same(program, as_planned.program):
-                    raise
-                captured, program = as_planned, as_planned.program  # what is frozen has gradients in it, which nobody takes
-                emitted = self._emitted(module, captured)
+            captured, emitted = self._fitting(module, captured, inputs, why)
+            program = captured.program
         except PlanError as e:
             count = program.batch_size or 0
             size = f"a batch of {count} in {'training' if captured.training else 'evaluation'} mode"
@@ -100,6 +93,18 @@ class Variants:
         constants = {b.fqn or b.value for b in program.buffers if b.fqn is None or b.region}
         tensors = {name: tensor for name, tensor in tensors_of(captured).items() if name in constants}
         return emitted, tensors, captured.guards, captured.returned
+
+    def _fitting(self, module: ParallelModule, captured: Captured, inputs: Any, why: str) -> tuple[Captured, Emitted]:
+        """What was captured, emitted. Where the plan's decisions do not fit what trains now, and the model computes the same in any case:
+        the model as it was planned to train; it has gradients of what is frozen, which nobody takes. PlanError if neither fits."""
+        try:
+            return captured, self._emitted(module, captured)
+        except PlanError:
+            with module.trained_as_planned() as otherwise:
+                as_planned = self._captured_by_all(module, inputs, why) if otherwise else None
+            if as_planned is None or not _compute_the_same(captured.program, as_planned.program):
+                raise
+            return as_planned, self._emitted(module, as_planned)
 
     def _captured_by_all(self, module: ParallelModule, inputs: Any, why: str) -> Captured:
         written, trains = module.written_parameters, torch.is_grad_enabled()

@@ -9,6 +9,7 @@ from torch import nn
 
 from autopar.capture.fingerprint import program_hash
 from autopar.capture.passes import Captured, capture
+from autopar.run.without_data import lacks_data
 
 __all__ = ["captured_alike"]
 
@@ -18,7 +19,7 @@ NOT_COMPARED = "the captured program was not compared with the model, which had 
 def captured_alike(model: nn.Module, inputs: Any, *, apart: bool, **how: Any) -> Captured:
     """What `capture` gives. apart: other ranks have the model on the meta device, where code may take other ways (torch's and the model's
     own ask what device they are on): then it is what they capture, where that differs, compared with this rank's model like its own."""
-    if any(p.is_meta for p in model.parameters()):
+    if lacks_data(model):
         found = capture(model, inputs, **how)
         return found if apart else dataclasses.replace(found, program=found.program.replace(notes=(*found.program.notes, NOT_COMPARED)))
     if not apart:

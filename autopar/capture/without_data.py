@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.answers import Leaf, given_by
+from autopar.run.without_data import lacks_data
 
 __all__ = ["on_meta", "values"]
 
@@ -28,7 +29,7 @@ def on_meta(model: nn.Module, inputs: Any, *, any_model: bool = False) -> Iterat
     """Inside, all of a model of which some parameter is on the meta device is there; any_model: of others too. inputs: those of a call,
     (args, kwargs). Gives, by the id of a tensor that stands there for a parameter or buffer with data, that one."""
     of: dict[int, Tensor] = {}
-    if not (any_model or any(p.is_meta for p in model.parameters())):
+    if not (any_model or lacks_data(model)):
         yield of
         return
     held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))

@@ -87,7 +87,7 @@ class Exchange:
 
     def scattered_bytes(self, p: ParamBytes) -> int:
         """Of the gradient of a parameter that is gathered where it is used, as it is sent; nothing of one that does not train."""
-        return p.trainable * p.numel * self.recipe.reduced_itemsize if self.recipe.reduced_itemsize else p.trainable * p.numel * p.itemsize
+        return p.trainable * p.numel * (self.recipe.reduced_itemsize or p.itemsize)
 
     def scatter_s(self, params: Params) -> float:
         """Of reduce-scattering gradients bucket by bucket in a backward pass (ZeRO-2), but for the last bucket."""

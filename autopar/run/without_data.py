@@ -17,7 +17,12 @@ from autopar.run.manifest import BufferSpec, ParamSpec
 from autopar.run.mesh import Mesh
 from autopar.run.together import decided_by_rank_0, told_by_all
 
-__all__ = ["give_memory", "is_unwritten", "nothing_yet", "take_buffers_of_rank_0", "without_values"]
+__all__ = ["give_memory", "is_unwritten", "lacks_data", "nothing_yet", "take_buffers_of_rank_0", "without_values"]
+
+
+def lacks_data(model: nn.Module) -> bool:
+    """Whether some parameter of the model is on the meta device."""
+    return any(p.is_meta for p in model.parameters())
 
 
 def take_buffers_of_rank_0(model: nn.Module) -> bool:
@@ -25,7 +30,7 @@ def take_buffers_of_rank_0(model: nn.Module) -> bool:
     model is captured. Whether rank 0 has data of parameters that another rank does not have."""
     places = [(m._buffers, key, f"{path}.{key}".lstrip(".")) for path, m in model.named_modules() for key in m._buffers]
     held = {name: b for registry, key, name in places if (b := registry[key]) is not None}
-    told = told_by_all(([name for name, b in held.items() if b.is_meta], any(p.is_meta for p in model.parameters())))
+    told = told_by_all(([name for name, b in held.items() if b.is_meta], lacks_data(model)))
     missing = dict.fromkeys(name for names, _ in told for name in names)
     found: dict[str, Tensor] = {}
     if missing:
