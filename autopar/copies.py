@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError
+from autopar.run.part import own_attributes
 
 __all__ = ["copied"]
 
@@ -22,6 +23,8 @@ def copied(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(value): value.detach().clone() for value in computed}
     try:
         found = copy.deepcopy(model, memo)
+        for param, own in zip(model.parameters(), found.parameters(), strict=True):  # torch copies no attributes of a parameter
+            vars(own).update(copy.deepcopy(own_attributes(param), memo))
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied, and a copy is what is trained beside the plan\n  {type(error).__name__}: {error}\n"

@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from autopar import generators
 from autopar.capture.answers import NONE, Answers
 from autopar.capture.around import as_called
+from autopar.capture.attributes import Asked, Attributes
 from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing, seeded
 from autopar.capture.export import FAILURES, HOOK, End, Step, as_exported, export, objective_of, own_gradients
 from autopar.capture.held import ABSENT, REGISTERED, Opaque, child, describe
@@ -39,7 +40,7 @@ Loss = Callable[[Any], torch.Tensor] | None
 class TracedCall:
     """The traced call of a model. changes: what it changed outside of registries. own_gradients: custom autograd functions and hooks
     that ran. drawn: the generators other than torch's that it drew from. answers: what it asked of the model's state. shows: a line that
-    prints or logs a tensor; "" if there is none."""
+    prints or logs a tensor; "" if there is none. attributes: what it asked for of parameters and buffers."""
 
     exported: ExportedProgram
     changes: tuple[Change, ...]
@@ -49,6 +50,7 @@ class TracedCall:
     returned: Returned | None = None
     answers: Answers = NONE
     shows: str = ""
+    attributes: tuple[Asked, ...] = ()
 
     @property
     def hooks(self) -> list[str]:
@@ -65,9 +67,10 @@ def traced(
     hidden = hidden or Hidden(())
     ends: list[End] = []
     random = generators.states()
+    attributes = Attributes(model, start.reached.names)
     step = Step(
-        model, loss, start, ends, ask=asked, outputs=outputs, hidden=hidden, answers=answers, sizes=sizes, leaves=leaves, inputs=inputs,
-        numbers=numbers,
+        model, loss, start, ends, ask=asked, attributes=attributes, outputs=outputs, hidden=hidden, answers=answers, sizes=sizes,
+        leaves=leaves, inputs=inputs, numbers=numbers,
     )  # fmt: skip
     try:
         with own_gradients() as unseen, drawn_outside() as drawn:
@@ -85,7 +88,7 @@ def traced(
         _clear_traced(start.reached.caches)
     return TracedCall(
         exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=ends[-1].returns,
-        returned=ends[-1].returned, answers=ends[-1].answers, shows=ends[-1].shows,
+        returned=ends[-1].returned, answers=ends[-1].answers, shows=ends[-1].shows, attributes=attributes.asked,
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from torch.export.graph_signature import OutputKind
 from autopar.capture.answers import Answers, Leaf, Tape, given_by
 from autopar.capture.applied import Function, applied_by, hooks_told, traced_as_kept
 from autopar.capture.around import as_called
+from autopar.capture.attributes import Attributes
 from autopar.capture.cumulative import weighed_by_tensors
 from autopar.capture.follow import Ask, AtTheBorder, Registries, follow
 from autopar.capture.hidden import Hidden
@@ -68,13 +69,13 @@ class Step(nn.Module):
 
     def __init__(
         self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State, ends: list[End],
-        *, ask: Ask, outputs: bool | None = False, hidden: Hidden | None = None, answers: bool = True, sizes: bool = True,
-        leaves: Sequence[str] = (), inputs: Any = ((), {}), numbers: bool = False,
+        *, ask: Ask, attributes: Attributes, outputs: bool | None = False, hidden: Hidden | None = None, answers: bool = True,
+        sizes: bool = True, leaves: Sequence[str] = (), inputs: Any = ((), {}), numbers: bool = False,
     ) -> None:  # fmt: skip
         """start: what the model holds now. ends: takes how each call ends (torch.export sets attributes of modules back). ask: as of
-        AtTheBorder. hidden: what is hidden of the model while it is exported. answers: what its state alone decides is told;
-        sizes: also where it is a size. leaves: the places at which a call leaves a tensor that is one of its outputs too. inputs:
-        those of the call, with their values. numbers: those that they alone decide are told."""
+        AtTheBorder. attributes: of the model's tensors. hidden: what is hidden of the model while it is exported. answers: what its state
+        alone decides is told; sizes: also where it is a size. leaves: the places at which a call leaves a tensor that is one of its outputs
+        too. inputs: those of the call, with their values. numbers: those that they alone decide are told."""
         super().__init__()
         hidden = hidden or Hidden(())
         self.model = model
@@ -94,7 +95,7 @@ class Step(nn.Module):
                 registries = Registries(model)
                 tape.begin(model, (args, kwargs))
             try:
-                with hidden.watched(), traced_as_kept(), self.border, as_called((args, kwargs)) as said:
+                with attributes.told(), hidden.watched(), traced_as_kept(), self.border, as_called((args, kwargs)) as said:
                     output = model(*args, **kwargs)
                     left = left_at(leaves, model, loss, start)
                     result, own = objective_of(output, loss, outputs, left)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autopar.capture.answers import NONE, Answers, Given, Whole
+from autopar.capture.attributes import Asked
 from autopar.capture.by_value import by_value, mark_of
 from autopar.capture.held import ABSENT, EMPTY, LEFT_OUT, Held, Opaque, child, same, value_of
 from autopar.capture.left import Left, is_read
@@ -74,6 +75,12 @@ class Guards:
         self._settled |= {c.path: c for c in settled if c.path not in anything}
         self._left = left
         self._index(self._state)
+
+    def read(self, attributes: tuple[Asked, ...]) -> None:
+        """The user's attributes of parameters and buffers that the forward asks for."""
+        if attributes:
+            self._state = State.take(self._model, self._loss, attributes=attributes).of_what_is_read(self._model, self._loss)
+            self._index(self._state)
 
     def answered(self, answers: Answers) -> None:
         """What the forward asks of the model's own parameters and buffers, and of its inputs, and was told."""
@@ -159,6 +166,7 @@ class Guards:
             and all(map(operator.is_, map(getattr, self._owners, self._attributes, repeat(ABSENT)), self._attribute_values))
             and all(map(operator.eq, self._sets, self._members))
             and list(map(by_value, self._arrays)) == self._held_by_them
+            and all(one.value is value for one, value in self._of_tensors)
         )
 
     def _index(self, state: State) -> None:
@@ -179,6 +187,7 @@ class Guards:
         self._members: list[frozenset[Any]] = []
         self._attributes: list[str] = []
         self._attribute_values: list[Any] = []
+        self._of_tensors = [(one, one.value) for one in state.attributes]
         for held in state.held:
             self._add(held)
         self._lengths = list(map(len, self._containers))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.attributes import Asked
 from autopar.capture.by_value import Mark
 from autopar.capture.held import ABSENT, Held, Value, describe, put_back, same
 from autopar.capture.reach import Reached, Reads, Search
@@ -48,7 +49,7 @@ class State:
     """leaves: path -> value. versions: marks of the plain tensors among them. held: every container, with
     its contents. arrays: those of numpy, queues and the like, which are compared by what they hold. reached: the code that was looked at.
     buffers: the names of the buffers that hold a tensor; of others that do later, the tensors are leaves. reads: what code may read, if
-    nothing else is in the picture; None if all is."""
+    nothing else is in the picture; None if all is. attributes: of parameters and buffers, those that are in it."""
 
     leaves: Mapping[str, object]
     versions: Mapping[str, Mark]
@@ -57,16 +58,17 @@ class State:
     reached: Reached
     buffers: frozenset[str]
     reads: Reads | None = None
+    attributes: tuple[Asked, ...] = ()
 
     @staticmethod
-    def take(model: nn.Module, loss: object = None, since: State | None = None) -> State:
+    def take(model: nn.Module, loss: object = None, since: State | None = None, attributes: tuple[Asked, ...] = ()) -> State:
         """since: an earlier State of the same model and loss, to be compared with this one."""
         if since is not None:
-            return _with_code(_walked(model, loss, since.buffers, since.reads), since.reached)
+            return _with_code(_walked(model, loss, since.buffers, since.reads, since.attributes), since.reached)
         buffers = frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
         hooks_of_all = [hook for found in hooks.of_all_modules().values() for hook in found.values()]
         others = [*(() if loss is None else (loss,)), *hooks_of_all]
-        search, walk = Search(model, others), _walked(model, loss, buffers, None)
+        search, walk = Search(model, others), _walked(model, loss, buffers, None, attributes)
         known: dict[int, object] = {}
         new = walk.found
         while True:  # objects that are found have methods, which read other objects
@@ -81,7 +83,7 @@ class State:
     def of_what_is_read(self, model: nn.Module, loss: object = None) -> State:
         """The same picture of what code may read, and of the functions there: to be watched."""
         reads = Reads(self.reached, {x for x in self.leaves.values() if isinstance(x, str)})
-        return _with_code(_walked(model, loss, self.buffers, reads), self.reached)
+        return _with_code(_walked(model, loss, self.buffers, reads, self.attributes), self.reached)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -104,9 +106,11 @@ class State:
             put_back(held)
 
 
-def _walked(model: nn.Module, loss: object, buffers: frozenset[str], reads: Reads | None) -> Walk:
-    """Over the model, what its loss is bound to, and hooks."""
-    walk = Walk(model, buffers, reads)
+def _walked(
+    model: nn.Module, loss: object, buffers: frozenset[str], reads: Reads | None, attributes: tuple[Asked, ...]
+) -> Walk:
+    """Over the model, these attributes of its tensors, what its loss is bound to, and hooks."""
+    walk = Walk(model, buffers, reads, attributes)
     walk.model()
     for number, part in enumerate(_bound(loss)):
         walk.visit("loss" if not number else f"loss's part {number}", part, DEPTH)
@@ -122,7 +126,7 @@ def _with_code(walk: Walk, code: Reached) -> State:
     walk.code(code)
     if (code.names | code.asked) & {"environ", "getenv"}:
         walk.visit("os.environ", vars(os.environ)["_data"], DEPTH)
-    return State(walk.leaves, walk.versions, tuple(walk.held), tuple(walk.arrays), code, walk.buffers, walk.reads)
+    return State(walk.leaves, walk.versions, tuple(walk.held), tuple(walk.arrays), code, walk.buffers, walk.reads, walk.attributes)
 
 
 def _bound(loss: Any) -> list[object]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.attributes import Asked
 from autopar.capture.by_value import Mark, by_value, changes_in_place, mark_of
 from autopar.capture.held import ABSENT, EMPTY, LEFT_OUT, REGISTERED, Held, Opaque, Shape, Value, contents, is_plain, shown_key
 from autopar.capture.reach import HOOKS, LruCache, Reached, Reads, is_foreign
@@ -46,8 +47,8 @@ class Walk:
     """Fills the parts of a State. reads: only what code may read is looked at, and functions are compared; None: everything is, and may be
     put back."""
 
-    def __init__(self, model: nn.Module, buffers: frozenset[str], reads: Reads | None) -> None:
-        self.buffers, self.reads = buffers, reads
+    def __init__(self, model: nn.Module, buffers: frozenset[str], reads: Reads | None, attributes: tuple[Asked, ...]) -> None:
+        self.buffers, self.reads, self.attributes = buffers, reads, attributes
         self.found: dict[int, object] = {}  # of what the model and the loss hold
         self.arrays: list[Any] = []
         self.leaves: dict[str, object] = {}
@@ -71,6 +72,9 @@ class Walk:
     def model(self) -> None:
         for name, module in self.modules:
             self._module(f"{name}." if name else "", module)
+        for one in self.attributes:
+            if (value := one.value) is not ABSENT:
+                self.visit(one.path, value, DEPTH)
 
     def _of(self, cls: type, attributes: Mapping[Any, Any]) -> dict[Any, Any]:
         """Those of the attributes of an object that are looked at."""

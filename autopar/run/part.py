@@ -20,7 +20,7 @@ from autopar.run.views import no_parameter_of
 
 __all__ = [
     "OF_A_PART", "AnyPart", "Part", "PartTensor", "Parted", "alias_of", "as_part", "become_part", "become_whole", "copied", "in_graph",
-    "is_part", "lies_of", "local", "memory_of", "part_like",
+    "is_part", "lies_of", "local", "memory_of", "own_attributes", "part_like",
 ]  # fmt: skip
 
 OF_A_PART = ("_lies", "_memory", DATA, GRAD)  # attributes
@@ -84,6 +84,11 @@ def in_graph(x: AnyPart) -> Tensor:
 def lies_of(x: AnyPart) -> Lies:
     """How a part lies over the ranks."""
     return x._lies
+
+
+def own_attributes(x: Tensor) -> dict[str, Any]:
+    """The attributes that the user has given to a tensor."""
+    return {name: value for name, value in vars(x).items() if name not in OF_A_PART}
 
 
 def become_part(param: nn.Parameter, here: Tensor, lies: Lies) -> None:

@@ -28,6 +28,7 @@ from autopar.run.key_values import without_key_value_cache
 from autopar.run.manifest import Manifest, ParamSpec
 from autopar.run.mesh import Axis
 from autopar.run.parametrized import class_of, pickled
+from autopar.run.part import own_attributes
 
 __all__ = ["REGION", "Applied", "AsAutograd", "Hooked", "Place", "Region", "region", "regions_of", "within", "without_unreached"]
 
@@ -87,6 +88,7 @@ class Region:
         try:
             named = zip(self.state, state, strict=True)
             noted = {f"module.{name}": self._noted(t, within(self.path, name)) for name, t in named}
+            noted = _with_attributes(noted, self.module)
             with under(self.autocast), without_checkpointing(), without_key_value_cache(self.module), as_one_process():
                 returned = functional_call(_Forward(self.module), noted, args, kwargs, tie_weights=False)  # each name is in the state
         finally:
@@ -194,6 +196,16 @@ class _Forward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.forward(*args, **kwargs)
+
+
+def _with_attributes(given: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+    """What stands for the parameters and buffers of a module, with what the user has set on these."""
+    state = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for name, attributes in ((f"module.{name}", own_attributes(t)) for name, t in state):
+        if attributes and name in given:
+            given[name] = given[name].view_as(given[name])
+            vars(given[name]).update(attributes)
+    return given
 
 
 class _Noted(torch.autograd.Function):

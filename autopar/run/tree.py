@@ -27,7 +27,7 @@ from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Axis, Mesh
 from autopar.run.outside import Outside
-from autopar.run.part import OF_A_PART, become_part, become_whole, is_part, lies_of, local, part_like
+from autopar.run.part import become_part, become_whole, is_part, lies_of, local, own_attributes, part_like
 from autopar.run.parts import Part
 from autopar.run.plain import plainly
 from autopar.run.stepping import close_steps
@@ -48,6 +48,10 @@ class _Place:
     others: tuple[_Place, ...] = ()
 
     def put(self, tensor: Tensor | None) -> None:
+        """Another tensor stands there, with the attributes that the user has given to the one before."""
+        before = self.registry.get(self.key)
+        if tensor is not None and before is not None and before is not tensor:
+            vars(tensor).update(own_attributes(before))
         for place in (self, *self.others):
             place.registry[place.key] = tensor
 
@@ -399,7 +403,7 @@ class Tree:
         trains = self._trainable ^ set(self.otherwise) if home else {name for name, param in self.params.items() if param.requires_grad}
         whole = {id(param): nn.Parameter(full[name], requires_grad=name in trains) for name, param in self.params.items()}
         for param in self.params.values():
-            whole[id(param)].__dict__.update((k, v) for k, v in param.__dict__.items() if k not in OF_A_PART)
+            vars(whole[id(param)]).update(own_attributes(param))
         before_of = {name: _written(param) for name, param in self.params.items()}
         for place, param, _ in self._places:
             place.registry[place.key] = whole[id(param)]
