@@ -42,7 +42,8 @@ class Layer(nn.Linear):
 class Net(nn.Module):
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
-        blocks = (nn.Sequential(Layer(), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(layers))
+        more = (nn.GELU, nn.Tanh, nn.GELU, nn.Tanh)
+        blocks = (nn.Sequential(Layer(), nn.LayerNorm(8), nn.Linear(8, 8), *(f() for f in more)) for _ in range(layers))
         self.layers = nn.Sequential(*blocks)
         self.register_buffer("table", torch.arange(8.0))
         self.table.shift = 2  # type: ignore[union-attr, assignment]
@@ -65,20 +66,22 @@ def test_the_forward_is_told_what_each_layer_has(device: str) -> None:
     assert scales(model, x) == [2.0, 4.0, 2.0]
 
 
-@pytest.mark.pure
-def test_what_is_read_is_watched_and_what_is_not_is_not() -> None:
-    model, x = Net(), torch.randn(4, 8)
+@pytest.mark.fake
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_is_read_is_watched_and_what_is_not_is_not(device: str) -> None:
+    with torch.device(device):
+        model, x = Net(), torch.randn(4, 8)
     guards = capture(model, (x,)).guards
     assert guards is not None
-    weight, bias = model.layers[1][0].weight, model.layers[1][0].bias  # type: ignore[index]
+    weight, bias = model.layers[2][0].weight, model.layers[2][0].bias  # type: ignore[index]
     weight.colour = "red"
     assert guards.changed() is None
     weight.width.base = 2
-    assert guards.changed() == "width of layers.1.0.weight.base from 4 to 2"
+    assert guards.changed() == "width of layers.2.0.weight.base from 4 to 2"
     weight.width = Width(4)
     assert guards.changed() is None  # another object that says the same
     bias.gain = 2.0
-    assert guards.changed() == "gain of layers.1.0.bias from nothing to 2.0"
+    assert guards.changed() == "gain of layers.2.0.bias from nothing to 2.0"
     del bias.gain
     model.table.shift = 3  # type: ignore[union-attr, assignment]
     assert guards.changed() == "shift of table from 2 to 3"

@@ -167,20 +167,14 @@ def shift_noted_on_a_table(compile: Compile) -> Results:
 
 @program(KIND)
 def flag_on_a_weight_read_as_written(compile: Compile) -> Results:
-    """By a layer whose gradients are not autograd's."""
-
-    class Clipped(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad * 0.5
+    """By a layer that looks at what it has computed."""
 
     class Layer(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return Clipped.apply(super().forward(x)) * self.weight.gain
+            found = super().forward(x)
+            if float(found.detach().abs().amax()) > 1e6:
+                found = found / 2
+            return found * self.weight.gain
 
     class Flagged(Net):
         def __init__(self) -> None:
