@@ -45,6 +45,12 @@ def several(h: Tensor, words: Tensor) -> Tensor:
     return h[rows, places]
 
 
+def beside_others(h: Tensor, words: Tensor) -> Tensor:
+    """Some of each sample's places stay, as where patches of pictures are dropped."""
+    rows = torch.arange(len(h))[:, None]
+    return torch.cat((h.mean(1, keepdim=True), h[rows, words[:, :3] % LENGTH]), 1)
+
+
 def the_same_for_all(h: Tensor, words: Tensor) -> Tensor:
     return h[torch.arange(len(h))[:, None], torch.tensor([0, 2, -1], dtype=torch.int32)]
 
@@ -106,7 +112,7 @@ def has(found: Captured, *names: str) -> bool:
     return any(op.target in names for op in found.program.ops)
 
 
-OWN = (the_last_one, from_the_end, several, the_same_for_all, numbers)
+OWN = (the_last_one, from_the_end, several, beside_others, the_same_for_all, numbers)
 INDEXES = ("aten.index.Tensor", "aten.index_put.default")
 
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -94,6 +95,24 @@ def _masked() -> tuple[torch.Tensor, ...]:
     return torch.randn(8, 6, 16), torch.randint(0, 8, (8, 6)), (torch.rand(8, 6) > 0.3).float()
 
 
+class Pooled(nn.Module):
+    """A batch norm of one value of each sample, as in squeeze-and-excitation and pyramids of pooled maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.conv(x).mean((2, 3), keepdim=True)).relu().flatten(1)).square().mean()
+
+
+@pytest.mark.parametrize("pins", [{"dp": 4}, {"dp": 4, "zero": 3}], ids=str)
+def test_a_rank_may_have_one_value_of_what_all_normalise(pins: dict[str, int], workers: WorkerPool) -> None:
+    report = verify(Pooled(), (torch.randn(4, 3, 8, 8),), 4, pins=pins, pool=workers)
+    assert {k: v for k, v in errors(report).items() if not v < TOLERANCE} == {}
+    assert report.buffer < TOLERANCE
+
+
 @pytest.mark.parametrize("model", [Masked, Weighed])
 @pytest.mark.parametrize("plan", ["dp=4 micro_batches=2", "dp=2 pp=2 micro_batches=4", "dp=2 tp=2 micro_batches=2 zero=3"])
 def test_what_derives_from_inputs_alone_keeps_no_batch_from_being_split(model: type[nn.Module], plan: str, workers: WorkerPool) -> None:
@@ -159,6 +178,7 @@ def without_autocast(x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x.float()).to(x.dtype)
 
 
+TABLE = numpy.linspace(0, 1, 16, dtype=numpy.float32)
 CASTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "float": lambda x: x.float().sin().to(x.dtype),
     "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.view(-1, 8, 2)).cfloat().square()).flatten(1).to(x.dtype),
@@ -170,6 +190,8 @@ CASTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sums": lambda x: x / (1 + torch.sum(x * x, -1, keepdim=True, **LOWER)) - x.mean(-1, True, dtype=LOW),
     "norms": lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=LOW) + x / x.norm(dim=-1, keepdim=True, dtype=LOW),
     "factories": lambda x: x * torch.linspace(0, 1, 16, dtype=LOW).sin() + torch.arange(16, **LOWER).cos() + x.new_ones(16, dtype=LOW) / 3,
+    "numbers": lambda x: x * torch.FloatTensor([0.5, 0.3] * 8).sin() + torch.HalfTensor([0.1]),
+    "arrays": lambda x: x * torch.from_numpy(TABLE).sin() + torch.as_tensor(TABLE).cos() - torch.tensor(TABLE) / 3,
     "autocast": without_autocast,
     "script": scripted,
 }

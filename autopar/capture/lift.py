@@ -26,10 +26,13 @@ _LIFTED = {
 LOWER_PRECISIONS = tuple(_LIFTED)
 _LIFTED_TYPES = {f"torch.{name}Tensor": "torch.DoubleTensor" for name in ("Float", "Half", "BFloat16")}
 _LIFTED_TYPES |= {name.replace("torch.", "torch.cuda."): "torch.cuda.DoubleTensor" for name in _LIFTED_TYPES}
+_CLASSES = ("FloatTensor", "HalfTensor", "BFloat16Tensor")  # of torch, which make tensors of numbers
 _CASTS = {
     torch.Tensor.float: torch.float64, torch.Tensor.half: torch.float64, torch.Tensor.bfloat16: torch.float64,
     torch.Tensor.cfloat: torch.complex128, torch.Tensor.chalf: torch.complex128,  # type: ignore[attr-defined]
 }  # fmt: skip
+_MADE_OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)  # in the dtype of an array
+_FROM_NUMPY = torch.from_numpy
 _CASTS_TO_ANOTHER = (torch.Tensor.to, torch.Tensor.type_as)  # which may take the dtype of another tensor
 _WRAPPERS = ("__torch_function__", "handle_torch_function")
 _GROUPED_MM = tuple(
@@ -62,7 +65,8 @@ class _LiftMode(TorchFunctionMode):
         if func in _CASTS_TO_ANOTHER:
             args = tuple(_lift_another(a) if i else a for i, a in enumerate(args))
             kwargs = {k: _lift_another(v) for k, v in kwargs.items()}
-        return func(*(_lift(a) for a in args), **{k: _lift(v) for k, v in kwargs.items()})
+        result = func(*(_lift(a) for a in args), **{k: _lift(v) for k, v in kwargs.items()})
+        return in_float64(result) if func in _MADE_OF_DATA else result
 
 
 def _called_by_torch() -> bool:
@@ -89,6 +93,10 @@ def _lift(arg: Any) -> Any:
     return arg
 
 
+def _from_numpy(array: Any) -> torch.Tensor:
+    return in_float64(_FROM_NUMPY(array))
+
+
 def _lift_another(arg: Any) -> Any:
     """The tensor whose dtype another one takes."""
     return arg.to(_LIFTED[arg.dtype]) if isinstance(arg, torch.Tensor) and arg.dtype in _LIFTED else arg
@@ -109,12 +117,17 @@ def _grouped_mm_float64(
 
 @contextlib.contextmanager
 def lift_to_float64() -> Iterator[None]:
-    """Inside, what asks torch for float32 or lower (`.float()`, `.to(torch.float32)`, `dtype=torch.bfloat16`, the default dtype)
-    gets float64, while a model runs and while it is captured; functions of TorchScript, which cannot be lifted, run as the Python
-    that they were made from. For models made float64 with to_float64; not thread-safe, since it changes names of the torch module
-    until it exits."""
+    """Inside, what asks torch for float32 or lower (`.float()`, `.to(torch.float32)`, `dtype=torch.bfloat16`, `torch.FloatTensor([0.5])`,
+    an array of numpy in it, the default dtype) gets float64, while a model runs and while it is captured; functions of TorchScript, which
+    cannot be lifted, run as the Python that they were made from. For models made float64 with to_float64; not thread-safe, since it
+    changes names of the torch module until it exits."""
     float32, float_ = torch.float32, torch.float
-    with _default_float64(), mock.patch.object(torch.jit.ScriptFunction, "__call__", _as_python(torch.jit.ScriptFunction.__call__)):
+    with contextlib.ExitStack() as lifted:
+        lifted.enter_context(_default_float64())
+        lifted.enter_context(mock.patch.object(torch.jit.ScriptFunction, "__call__", _as_python(torch.jit.ScriptFunction.__call__)))
+        for name in _CLASSES:
+            lifted.enter_context(mock.patch.object(torch, name, torch.DoubleTensor))
+        lifted.enter_context(mock.patch.object(torch, "from_numpy", _from_numpy))
         # Code that compares with torch.float32 (`if x.dtype != torch.float32`) must take the branch that it takes unlifted.
         torch.float32 = torch.float = torch.float64
         try:

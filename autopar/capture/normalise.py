@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
@@ -86,7 +87,7 @@ def normalise(trace: Trace, infer: Inference) -> tuple[Trace, Mapping[str, str]]
     free: list[str] = []  # names of such, in order
     kept: list[Traced] = []
     for traced in trace.ops:
-        for op in _plain(rename_refs(traced.op, renamed), trace.metas, trace.names):
+        for op in _plain(rename_refs(traced.op, renamed), ChainMap(metas, trace.metas), trace.names):
             op, types = _typed(_explicit_squeeze(_explicit_dtype(op, trace.metas), metas), infer, metas)
             if _does_nothing(op, metas, types[0]):
                 (output,), operand = op.outputs, op.args[0]
