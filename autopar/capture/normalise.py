@@ -83,11 +83,12 @@ def normalise(trace: Trace, infer: Inference) -> tuple[Trace, Mapping[str, str]]
     some devices alone.
     """
     metas = {value: trace.metas[value] for value in trace.given}
+    known = ChainMap(metas, dict(trace.metas))  # also of what passes before have made
     renamed: dict[str, str] = {}
     free: list[str] = []  # names of such, in order
     kept: list[Traced] = []
     for traced in trace.ops:
-        for op in _plain(rename_refs(traced.op, renamed), ChainMap(metas, trace.metas), trace.names):
+        for op in _plain(rename_refs(traced.op, renamed), known, trace.names):
             op, types = _typed(_explicit_squeeze(_explicit_dtype(op, trace.metas), metas), infer, metas)
             if _does_nothing(op, metas, types[0]):
                 (output,), operand = op.outputs, op.args[0]
