@@ -373,6 +373,19 @@ class DeeplySupervised(nn.Module):
         return sum(losses)  # type: ignore[return-value]
 
 
+def test_a_dtype_that_the_forward_asks_for_is_no_operator() -> None:
+    class Promoted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).to(torch.promote_types(x.dtype, torch.float64)).mean()
+
+    program = capture(Promoted(), (torch.randn(2, 4),)).program
+    assert [op.target for op in program.ops] == ["aten.linear.default", "aten.to.dtype", "aten.mean.default"]
+
+
 def test_a_sum_that_begins_with_nothing_can_be_split_over_samples() -> None:
     program = capture(DeeplySupervised(), (torch.randn(BATCH, DIM), torch.randn(BATCH, DIM))).program
     assert not [op for op in program.ops if op.target in ("aten.add.Tensor", "aten.sub.Tensor") and 0 in op.args]

@@ -268,7 +268,8 @@ class _Flattener:
         elif self.instances is not None and isinstance(target, torch._ops.OpOverload) and target.namespace == "autopar_repeat":
             self._repeated(node, target, env, self.instances)
         elif isinstance(target, torch._ops.OpOverload):
-            if any(target.name().split("::")[1].startswith(a) for a in _ASSERTIONS):
+            asserts = any(target.name().split("::")[1].startswith(a) for a in _ASSERTIONS)
+            if asserts or (not node.users and target._schema.returns and not _gives_tensors(target)):  # torch.promote_types
                 env[node] = None
             else:
                 self._operator(node, target, env, no_grad=no_grad, autocast=autocast)
@@ -506,6 +507,10 @@ def leaf_path(path: Sequence[Any]) -> tuple[str | int, ...]:
 
 def _is_submodule(module: fx.GraphModule, target: object) -> bool:
     return str(target) in dict(module.named_modules())
+
+
+def _gives_tensors(target: torch._ops.OpOverload) -> bool:
+    return any(isinstance(r.type, (torch.TensorType, torch.ListType, torch.OptionalType)) for r in target._schema.returns)
 
 
 def _getitem_name(node: fx.Node, index: int) -> str:
