@@ -13,7 +13,7 @@ __all__ = ["digest", "finite", "leaves", "unequal", "worst", "worst_leaf"]
 
 
 def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, floor: float) -> tuple[float, str]:
-    """The largest |found - expected| of any tensor, relative to the tensor's largest magnitude (at least `floor`)."""
+    """The largest |found - expected| of any tensor, relative to the tensor's largest finite magnitude (at least `floor`)."""
     largest, at = 0.0, ""
     for name, b in expected.items():
         a = found.get(name)
@@ -22,8 +22,10 @@ def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, floor:
         if not b.numel():
             continue
         wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-        b = b.to(wide)
-        error = finite((a.to(wide) - b).abs().max().item() / max(b.abs().max().item(), floor, 1e-30))
+        a, b = a.to(wide), b.to(wide)
+        off = torch.where(a == b, 0.0, (a - b).abs()).max().item()  # of a mask, whose infinities are no numbers to subtract
+        scale = torch.where(b.isfinite(), b.abs(), 0.0).max().item()
+        error = finite(off / max(scale, floor, 1e-30))
         if error > largest:
             largest, at = error, name
     return largest, at

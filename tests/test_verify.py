@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autopar.capture import lift_to_float64
-from autopar.compare import digest, unequal, worst_leaf
+from autopar.compare import digest, unequal, worst, worst_leaf
 from autopar.compiler import plan_of
 from autopar.errors import Infeasible
 from autopar.run import WorkerPool
@@ -354,3 +354,28 @@ def test_bits_that_differ_between_copies_are_named() -> None:
 )
 def test_numbers_by_name(found: Any, error: float, at: str) -> None:
     assert worst_leaf(found, {"a": [1.0, 2.0]}, floor=1e-6) == (pytest.approx(error, rel=1e-6), at)
+
+
+@pytest.mark.parametrize(
+    "mask,error",
+    [
+        ([0.0, float("-inf"), 4.0], 0.0), ([0.0, float("-inf"), 4.5], 0.125), ([0.0, -9e9, 4.0], float("inf")),
+        ([0.0, float("inf"), 4.0], float("inf")), ([0.0, float("nan"), 4.0], float("inf")),
+    ],
+)  # fmt: skip
+def test_infinities_of_a_mask_are_equal_or_not(mask: list[float], error: float) -> None:
+    assert worst({"mask": torch.tensor(mask)}, {"mask": torch.tensor([0.0, float("-inf"), 4.0])}, floor=1e-6)[0] == error
+
+
+def test_a_model_with_infinities_in_a_buffer_verifies(workers: WorkerPool) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("mask", torch.full((8, 8), float("-inf")).triu(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((self.linear(x)[:, None] + self.mask).softmax(-1) * torch.arange(8)).sum((1, 2)).square().mean()
+
+    report = verify(Masked(), (torch.randn(4, 8),), 4, pins={"dp": 4}, pool=workers)
+    assert max(report.loss, report.gradient, report.parameter, report.buffer) < TOLERANCE
