@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture, program_hash
+from autopar.errors import CaptureError
 from autopar.run import WorkerPool
 from autopar.run.part import local
 
@@ -355,3 +356,16 @@ def test_the_program_is_that_of_the_model_with_data() -> None:
         model.doubles.fill_(False)
     assert len(capture(model, batch()).program.ops) < len(found.program.ops), "what a buffer decides is known by its value"
     assert found.guards is not None and "doubles" in str(found.guards.changed())
+
+
+def _with_a_part_of_torchscript() -> str:
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(8)), nn.Linear(8, 4))
+    with pytest.raises(CaptureError) as error:
+        autopar.compile(model, 2, example_inputs=(torch.randn(4, 8),), cluster="cpu")
+    return str(error.value)
+
+
+@pytest.mark.gloo
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_buffers_of_torchscript_are_asked_for_like_others(pair: WorkerPool) -> None:
+    assert all("is a module of TorchScript" in said for said in pair.run(_with_a_part_of_torchscript, timeout_s=120))

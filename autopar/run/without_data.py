@@ -28,18 +28,17 @@ def lacks_data(model: nn.Module) -> bool:
 def take_buffers_of_rank_0(model: nn.Module) -> bool:
     """Collective: the values of the buffers that are on the meta device on this rank, where rank 0 has any: code may ask for them when the
     model is captured. Whether rank 0 has data of parameters that another rank does not have."""
-    places = [(m._buffers, key, f"{path}.{key}".lstrip(".")) for path, m in model.named_modules() for key in m._buffers]
-    held = {name: b for registry, key, name in places if (b := registry[key]) is not None}
+    held = dict(model.named_buffers(remove_duplicate=False))
     told = told_by_all(([name for name, b in held.items() if b.is_meta], lacks_data(model)))
     missing = dict.fromkeys(name for names, _ in told for name in names)
     found: dict[str, Tensor] = {}
     if missing:
         found = decided_by_rank_0(lambda: {n: held[n].detach().cpu() for n in missing if n in held and not held[n].is_meta})
     given: dict[int, Tensor] = {}  # by the id of the buffer for which it stands: one tensor may have several names
-    for registry, key, name in places:
-        buffer = held.get(name)
-        if buffer is not None and buffer.is_meta and name in found:
-            registry[key] = given.setdefault(id(buffer), found[name])
+    for name, buffer in held.items():
+        if buffer.is_meta and name in found:
+            path, _, key = name.rpartition(".")
+            model.get_submodule(path)._buffers[key] = given.setdefault(id(buffer), found[name])
     return not told[0][1] and any(bare for _, bare in told)
 
 
