@@ -159,5 +159,7 @@ def test_wrong_shapes_are_refused() -> None:
     axis = Mesh({}).tp
     with pytest.raises(ValueError, match=r"logits must be \[N, classes\]"):
         L.cross_entropy_sum_vocab(torch.ones(2, 3, 4), torch.ones(2, 4), axis)
+    with pytest.raises(ValueError, match="more than one value per channel"):
+        L.sync_batch_norm(torch.ones(1, 3), None, None, None, None, axis, 0.1, 1e-5)
     with pytest.raises(ValueError, match=r"in \[0, 1\]"):
         L.dropout(torch.ones(3), None, 1.5)

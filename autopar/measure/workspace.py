@@ -24,7 +24,7 @@ __all__ = ["Workspace", "workspace"]
 
 Strides = tuple[int, ...]
 Backward = tuple[int, tuple[int, ...]]  # bytes beside what is alive, and of each operand's gradient
-_ALONE = Axis(name="one", size=1, rank=0, ranks=(0,))  # local code runs over one rank as over many, without a process group
+_ALONE = Axis(name="one", size=1, rank=0, ranks=(0, 1))  # one of several ranks, which sends nothing: there is no process group
 _BACKWARD = {t.function: t.backward for t in (*TRANSITIONS.values(), ALL_TO_ALL, REGROUP)}
 
 

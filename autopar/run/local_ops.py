@@ -162,12 +162,14 @@ def sync_batch_norm(
     exact = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # as F.batch_norm does
     normal, mean, variance = _NormaliseOverAxis.apply(exact, running_mean, eps, axis)
     with torch.no_grad():
-        others = max(1, x.numel() // x.shape[1] * axis.size - 1)  # of one value the original raises
+        count = x.numel() // x.shape[1] * len(axis.ranks)
+        if count < 2:
+            raise ValueError(f"batch norm needs more than one value per channel; the whole batch of x has shape {tuple(x.shape)}")
         # by .data, which counts no write, as F.batch_norm counts none: one that stands before this keeps both for its backward
         if running_mean is not None:
             running_mean.data.lerp_(mean.flatten().to(running_mean.dtype), momentum)
         if running_var is not None:
-            running_var.data.lerp_(variance.flatten().mul((others + 1) / others).to(running_var.dtype), momentum)
+            running_var.data.lerp_(variance.flatten().mul(count / (count - 1)).to(running_var.dtype), momentum)
     if weight is not None:
         normal = normal * weight.view(shape)
     if bias is not None:
