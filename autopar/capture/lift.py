@@ -24,9 +24,9 @@ _LIFTED = {
     torch.complex32: torch.complex128,
 }  # fmt: skip
 LOWER_PRECISIONS = tuple(_LIFTED)
-_LIFTED_TYPES = {f"torch.{name}Tensor": "torch.DoubleTensor" for name in ("Float", "Half", "BFloat16")}
-_LIFTED_TYPES |= {name.replace("torch.", "torch.cuda."): "torch.cuda.DoubleTensor" for name in _LIFTED_TYPES}
 _CLASSES = ("FloatTensor", "HalfTensor", "BFloat16Tensor")  # of torch, which make tensors of numbers
+_LIFTED_TYPES = {f"torch.{name}": "torch.DoubleTensor" for name in _CLASSES}
+_LIFTED_TYPES |= {name.replace("torch.", "torch.cuda."): "torch.cuda.DoubleTensor" for name in _LIFTED_TYPES}
 _CASTS = {
     torch.Tensor.float: torch.float64, torch.Tensor.half: torch.float64, torch.Tensor.bfloat16: torch.float64,
     torch.Tensor.cfloat: torch.complex128, torch.Tensor.chalf: torch.complex128,  # type: ignore[attr-defined]
