@@ -20,9 +20,10 @@ from autopar.compare import leaves, worst_leaf
 from autopar.compiler import compile as compile_
 from autopar.errors import VerificationError
 from autopar.planner import Pins, Plan
+from autopar.reference import as_float64, without_dropout
 from autopar.run import WorkerPool
 from autopar.targets import load_object, load_target
-from autopar.verify import TOLERANCE, as_float64, without_dropout
+from autopar.verify import TOLERANCE
 
 __all__ = ["LoopReport", "verify_loop"]
 

@@ -273,15 +273,21 @@ def _verified(connection: Connection, name: str, ref: Any, spec: PlanSpec, secon
     except Exception as error:  # noqa: BLE001  (whatever it raises is the outcome)
         seconds[phase] = time.perf_counter() - start
         return _failure(name, spec.name, error, phase, ops, seconds, facts)
-    errors = {"loss": report.loss, "gradient": report.gradient, "parameter": report.parameter, "buffer": report.buffer}
-    right = report.ok and all(e < verify.TOLERANCE for e in errors.values())  # NaN is not under it
-    reason = ""
-    if not right:
-        places = {"gradient": f" ({report.gradient_at})", "parameter": f" ({report.parameter_at})", "buffer": f" ({report.buffer_at})"}
-        parts = [f"{k} {e:.1e}{places.get(k, '')}" for k, e in errors.items() if not e < verify.TOLERANCE]
-        reason = ", ".join(parts + ([f"unequal copies of {', '.join(report.unequal[:3])}"] if not report.copies_equal else []))
-    outcome = "verified" if right else "wrong"
+    errors = {k: e for k, e in report.by_kind().items() if k in ("loss", "gradient", "parameter", "buffer")}
+    reason = "" if report.ok else _beyond(verify.with_rounding(report, ref))
+    outcome = "verified" if report.ok else "wrong"
     return Outcome(name=name, plan=spec.name, outcome=outcome, reason=reason, errors=errors, seconds=seconds, **facts)
+
+
+def _beyond(report: Any) -> str:
+    """Which errors are too large, beside what rounding alone does to the original, and which copies differ."""
+    own, moved = report.by_kind(), report.rounding.by_kind() if report.rounding else {}
+    parts = []
+    for kind in report.beyond:
+        place = getattr(report, f"{kind}_at", "")
+        alone = f", rounding alone {moved[kind]:.1e}" if kind in moved else ""
+        parts.append(f"{kind} {own[kind]:.1e}{f' ({place}{alone})' if place or alone else ''}")
+    return ", ".join([*parts, *([f"unequal copies of {', '.join(report.unequal[:3])}"] if not report.copies_equal else [])])
 
 
 def _failure(

@@ -13,25 +13,43 @@ from autopar.verify_loop import LoopReport
 __all__ = ["loop_json", "loop_text", "verification_json", "verification_text"]
 
 
+_KINDS = {
+    "loss": "loss", "gradients": "gradient", "parameters": "parameter", "buffers": "buffer", "loss in evaluation": "evaluation",
+    "loss of other batch sizes": "batches",
+}  # fmt: skip
+
+
 def verification_text(report: Report) -> str:
     """The worst relative error of each kind, where it is, and the verdict."""
     plan = report.plan
-    rows = [
-        ("loss", f"{report.loss:.1e}", ""),
-        ("gradients", f"{report.gradient:.1e}", report.gradient_at),
-        ("parameters", f"{report.parameter:.1e}", report.parameter_at),
-        ("buffers", f"{report.buffer:.1e}", report.buffer_at),
-    ]
-    for name, error in (("loss in evaluation", report.evaluation), ("loss of other batch sizes", report.batches)):
-        rows.append((name, "not compared" if error is None else f"{error:.1e}", ""))
+    moved = report.rounding
+    rows = []
+    for name, kind in _KINDS.items():
+        error, rounding = getattr(report, kind), getattr(moved, kind, None)
+        row = (name, "not compared" if error is None else f"{error:.1e}", getattr(report, f"{kind}_at", ""))
+        rows.append(row if moved is None else (*row, "" if rounding is None else f"{rounding:.1e}"))
+    header = ("", "worst relative error", "in") if moved is None else ("", "worst relative error", "in", "rounding alone")
     if report.copies_equal:
         copies = "all copies of parameters, gradients, optimizer states and buffers are bit-equal on all ranks"
     else:
         copies = f"COPIES DIFFER between ranks: {', '.join(report.unequal)}"
-    verdict = "verified" if report.ok else f"NOT VERIFIED: every error must be under {TOLERANCE:.0e}, and copies equal"
+    verdict = "verified" if report.ok else f"NOT VERIFIED: every error must be under {TOLERANCE:.0e}, and copies equal{_rounding(report)}"
     notes = "".join(f"  {note}\n" for note in report.notes)
     return (
-        f"{_plan_text(plan)}\n{table(('', 'worst relative error', 'in'), rows)}\n  {copies}\n{notes}{verdict}"
+        f"{_plan_text(plan)}\n{table(header, rows)}\n  {copies}\n{notes}{verdict}"
+    )
+
+
+def _rounding(report: Report) -> str:
+    """What the errors are beside those of rounding alone."""
+    if report.rounding is None:
+        return ""
+    own = "\nrounding alone: the original itself, its weights and inputs moved by their last bit (the most of three trainings)"
+    if not report.within_rounding:
+        return f"{own}; the plan moves it further"
+    return (
+        f"{own}. It moves about as far as under this plan: these weights and inputs are badly conditioned, and the errors say nothing of "
+        f"the plan\nwhat to do: compare fewer steps (--steps 1), or other weights, inputs, or a larger batch"
     )
 
 
@@ -44,6 +62,7 @@ def verification_json(report: Report) -> dict[str, Any]:
         "zero": plan.zero, "shard": plan.shard, "loss": report.loss, "gradient": report.gradient, "gradient_at": report.gradient_at,
         "parameter": report.parameter, "parameter_at": report.parameter_at,
         "buffer": report.buffer, "buffer_at": report.buffer_at, "evaluation": report.evaluation, "batches": report.batches,
+        "rounding": None if report.rounding is None else report.rounding.by_kind(), "within_rounding": report.within_rounding,
         "notes": list(report.notes), "copies_equal": report.copies_equal, "unequal": list(report.unequal),
     }  # fmt: skip
 
