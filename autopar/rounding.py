@@ -20,25 +20,23 @@ from autopar.draws import drawn_names
 from autopar.reference import Errors, Original, Reference, errors_of, without_dropout
 from autopar.verify_rank import Found
 
-__all__ = ["rounding_of"]
+__all__ = ["RUNS", "move", "rounding_of"]
 
-_RUNS = 3
+RUNS = 3
 
 
 def rounding_of(ref: Reference) -> Errors | None:
     """The largest errors of three trainings of the original, in float64 on this process, each of whose parameters and floating inputs
     is one unit in the last place larger or smaller. None if such a training fails."""
     try:
-        return _largest([_moved(ref, Generator().manual_seed(k)) for k in range(_RUNS)])
+        return _largest([_moved(ref, Generator().manual_seed(k)) for k in range(RUNS)])
     except RuntimeError:  # the original has run; a condition on values that goes the other way may not
         return None
 
 
 def _moved(ref: Reference, random: Generator) -> Errors:
     model = to_float64(copied(ref.model))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(_by_a_bit(parameter, random))
+    move(model, random)
     batches = tuple(pytree.tree_map_only(Tensor, lambda leaf: _input(leaf, random), batch) for batch in ref.batches)
     with lift_to_float64(), without_dropout():
         original = Original(model, batches, ref.loss, draws=bool(drawn_names(ref.captured)))
@@ -49,6 +47,13 @@ def _moved(ref: Reference, random: Generator) -> Errors:
         losses=losses, gradients=original.gradients, state=state, buffers=buffers, later=later, final=_cloned(model, ref.final), parts={}
     )
     return errors_of(ref, found, ref.later)
+
+
+@torch.no_grad()
+def move(model: nn.Module, random: Generator) -> None:
+    """Make each number of its parameters one unit in the last place larger or smaller."""
+    for parameter in model.parameters():
+        parameter.copy_(_by_a_bit(parameter, random))
 
 
 def _cloned(model: nn.Module, names: Any) -> dict[str, Tensor]:

@@ -23,10 +23,10 @@ from autopar.run.manifest import Manifest
 from autopar.verify_rank import Call, Form, Found, Task, train_on_rank
 from cost_models.cluster import Cluster, load_cluster
 
-__all__ = ["Reference", "Report", "TOLERANCE", "reference", "verify", "verify_plan", "with_rounding"]
+__all__ = ["AS_FAR", "Reference", "Report", "TOLERANCE", "reference", "verify", "verify_plan", "with_rounding"]
 
 TOLERANCE = 1e-9
-_AS_FAR = 10.0  # one order of sums may be that much less lucky than the moved weights of a few runs
+AS_FAR = 10.0  # one order of sums may be that much less lucky than the moved weights of a few runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class Report(Errors):
         if self.rounding is None or not self.copies_equal:
             return False
         moved, own = self.rounding.by_kind(), self.by_kind()
-        return bool(self.beyond) and all(math.isfinite(own[k]) and own[k] <= _AS_FAR * moved.get(k, 0.0) for k in self.beyond)
+        return bool(self.beyond) and all(math.isfinite(own[k]) and own[k] <= AS_FAR * moved.get(k, 0.0) for k in self.beyond)
 
 
 def verify_plan(ref: Reference, plan: Plan, pool: WorkerPool, *, timeout_s: float | None = 300.0) -> Report:

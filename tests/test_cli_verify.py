@@ -49,6 +49,13 @@ def ranked(model):
     return {**train(model), "rank": torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}
 
 
+def doubling(model):
+    found = torch.tensor(train(model)["losses"], dtype=torch.float64).frac()
+    for _ in range(40):
+        found = 4 * found * (1 - found)
+    return found.tolist()
+
+
 def silent(model):
     train(model)
 '''
@@ -87,7 +94,8 @@ def test_what_is_not_within_the_tolerance_exits_with_1(
 ) -> None:
     monkeypatch.setattr("autopar.verify.TOLERANCE", -1.0)
     assert code_of("verify", "nets.py:net", "--gpus", "2", "--pin", "tp=2", "--steps", "1") == 1
-    assert "NOT VERIFIED" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "NOT VERIFIED" in said and "rounding alone: the original itself" in said
 
 
 def test_the_users_own_loop_is_verified(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,8 +109,15 @@ def test_a_loop_whose_numbers_differ_on_any_rank_exits_with_1(folder: Path, caps
     assert code_of("verify", "nets.py:net", "--gpus", "2", "--loop", "nets.py:ranked") == 1
     said = capsys.readouterr().out
     assert "rank on rank 1" in said
-    assert "NOT VERIFIED" in said
+    assert "NOT VERIFIED" in said and "the plan moves it further" in said
     assert code_of("verify", "nets.py:net", "--gpus", "2", "--loop", "nets.py:silent") == 1
     assert "returned NoneType without any number" in capsys.readouterr().err
     assert code_of("verify", "nets.py:net", "--gpus", "2", "--loop", "nets.py:trian") == 2
     assert "did you mean train" in capsys.readouterr().err
+
+
+def test_a_loop_that_magnifies_rounding_is_said_to_do_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of("verify", "nets.py:net", "--gpus", "2", "--pin", "dp=2", "--loop", "nets.py:doubling", "--json") == 1
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert answer["error"] > 1e-9 and answer["within_rounding"]
+    assert answer["error"] <= 10 * answer["rounding"]

@@ -33,23 +33,26 @@ def verification_text(report: Report) -> str:
         copies = "all copies of parameters, gradients, optimizer states and buffers are bit-equal on all ranks"
     else:
         copies = f"COPIES DIFFER between ranks: {', '.join(report.unequal)}"
-    verdict = "verified" if report.ok else f"NOT VERIFIED: every error must be under {TOLERANCE:.0e}, and copies equal{_rounding(report)}"
+    moved_how = "the original itself, its weights and inputs moved by their last bit"
+    what_to_do = "compare fewer steps (--steps 1), or other weights, inputs, or a larger batch"
+    verdict = "verified" if report.ok else f"NOT VERIFIED: every error must be under {TOLERANCE:.0e}, and copies equal"
+    verdict += _rounding(report, moved_how, what_to_do)
     notes = "".join(f"  {note}\n" for note in report.notes)
     return (
         f"{_plan_text(plan)}\n{table(header, rows)}\n  {copies}\n{notes}{verdict}"
     )
 
 
-def _rounding(report: Report) -> str:
+def _rounding(report: Report | LoopReport, how: str, what_to_do: str) -> str:
     """What the errors are beside those of rounding alone."""
     if report.rounding is None:
         return ""
-    own = "\nrounding alone: the original itself, its weights and inputs moved by their last bit (the most of three trainings)"
+    own = f"\nrounding alone: {how} (the most of three trainings)"
     if not report.within_rounding:
         return f"{own}; the plan moves it further"
     return (
-        f"{own}. It moves about as far as under this plan: these weights and inputs are badly conditioned, and the errors say nothing of "
-        f"the plan\nwhat to do: compare fewer steps (--steps 1), or other weights, inputs, or a larger batch"
+        f"{own}. It moves about as far as under this plan: it is badly conditioned there, and what is over the tolerance says nothing of "
+        f"the plan\nwhat to do: {what_to_do}"
     )
 
 
@@ -71,6 +74,9 @@ def loop_text(report: LoopReport, loop: str) -> str:
     """The worst relative error of what the user's loop returned, where it is, and the verdict."""
     where = f", of {report.at}" if report.at else ""
     verdict = "verified" if report.ok else f"NOT VERIFIED: it must be under {TOLERANCE:.0e}"
+    if report.rounding is not None:
+        where += f"; of rounding alone {report.rounding:.1e}"
+    verdict += _rounding(report, "the original itself, its weights moved by their last bit", "compare fewer steps, or a larger batch")
     return f"{_plan_text(report.plan)}\n  {loop}: {report.numbers} numbers, worst relative error {report.error:.1e}{where}\n{verdict}"
 
 
@@ -80,7 +86,7 @@ def loop_json(report: LoopReport) -> dict[str, Any]:
     error = report.error if report.error < float("inf") else None
     return {
         "ok": report.ok, "tolerance": TOLERANCE, "model": plan.model, "gpus": plan.gpus, "mesh": plan.mesh, "error": error,
-        "at": report.at, "numbers": report.numbers,
+        "at": report.at, "numbers": report.numbers, "rounding": report.rounding, "within_rounding": report.within_rounding,
     }  # fmt: skip
 
 
