@@ -114,8 +114,8 @@ def _check_assigned(path: str, old: torch.Tensor, new: torch.Tensor | None, name
     if new is None or new.shape != old.shape or new.dtype != old.dtype:
         raise CaptureError(
             f"the forward makes the buffer {path}, which is {_type(old)}, {found}\n  what to do: keep the shape and dtype of a buffer, "
-            f"and write where a mask or an index says; for a table that grows with the batch, call the model once on the largest one "
-            f"before compiling it"
+            f"and write where a mask or an index says; where the first call gives it its shape, call the model once before compiling it, "
+            f"and give it batches of that size; for a table that grows with the batch, once on the largest one"
         )
     if names > 1:
         raise CaptureError(

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.answers import NONE, Answers
 from autopar.capture.applied import keeping_what_runs_again
 from autopar.capture.around import capturing, check_told, said_otherwise
+from autopar.capture.aside import sparse_buffers_aside
 from autopar.capture.autocast import with_casts
 from autopar.capture.batch import batch_size_of, batched_of
 from autopar.capture.blocks import find_blocks, without_lead
@@ -133,7 +134,7 @@ def capture(
     Raises CaptureError with the line of the model's source and what to do, NoLoss if there is no loss.
     """
     arguments = arguments_of(example_inputs)
-    with on_meta(model, arguments, any_model=not data) as of:
+    with sparse_buffers_aside(model), on_meta(model, arguments, any_model=not data) as of:
         found = _captured_and_checked(
             model, _beside(model, arguments), check, loss=loss, outputs=outputs, dtype=dtype, written=written, trains=trains, sizes=sizes,
             beside=beside, asked_of=given_as(example_inputs),
