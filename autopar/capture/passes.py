@@ -58,7 +58,7 @@ from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.routing import with_rows
 from autopar.capture.said import sayings_of
 from autopar.capture.state import Change, State
-from autopar.capture.trace import Trace, flatten, leaf_path
+from autopar.capture.trace import Trace, flatten, leaf_path, with_parameters_noted
 from autopar.capture.without_data import on_meta
 from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients, SparseGradients
@@ -240,6 +240,7 @@ def _captured(
             if as_written is None and found.own_gradients and trains and not trace.metas[trace.loss].type.grad:
                 raise OtherGradients(f"gradients of {trace.name} go through {found.own_gradients[0]} alone, as it is written")
             program = _program(as_reshapes(trace), mutations, trains=trains)
+            trace = with_parameters_noted(trace, program.ops)
         _check_written(program, found.answers, dtype)
         check_told(program, told)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))

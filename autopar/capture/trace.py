@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from autopar.run.condition import Condition
 from autopar.run.objects import key_name
 from autopar.run.region import REGION, within
 
-__all__ = ["Names", "Trace", "Traced", "flatten", "leaf_path"]
+__all__ = ["Names", "Trace", "Traced", "flatten", "leaf_path", "with_parameters_noted"]
 
 _ASSERTIONS = ("_assert_", "sym_constrain", "_functional_assert", "_functional_sym", "_check")
 _CASTS = {"aten.to", "aten._to_copy", "aten.type_as", "aten._autocast_to_full_precision", "aten._autocast_to_reduced_precision"}
@@ -108,6 +108,18 @@ def flatten(
     return _Flattener(model, exported, start, regions, stand_ins).run()
 
 
+def with_parameters_noted(trace: Trace, ops: Iterable[Op]) -> Trace:
+    """The trace whose regions know which of the tensors that they are given are parameters, whatever once stood between (`.to(dtype)` of
+    one that has it): they note whether a gradient comes to these. ops: of the program."""
+    names = {p.value: p.fqn for p in trace.params}
+    tensors = dict(trace.tensors)
+    for op in ops:
+        if op.target == REGION and isinstance(handle := op.args[0], Ref) and isinstance(op.args[1], tuple):
+            params = tuple((k, names[x.name]) for k, x in enumerate(op.args[1]) if isinstance(x, Ref) and x.name in names)
+            tensors[handle.name] = replace(tensors[handle.name], params=params)  # type: ignore[type-var]
+    return replace(trace, tensors=tensors)
+
+
 class _Symbolic:
     """A number that exists only at run time, and the line it comes from."""
 
@@ -159,7 +171,6 @@ class _Flattener:
     # ------------------------------------------------------------------------------------------------------ the state
     def _state(self) -> tuple[tuple[Param, ...], tuple[Buffer, ...], tuple[tuple[str, str], ...]]:
         self.value_of_fqn: dict[str, str] = {}
-        self.fqn_of_value: dict[str, str] = {}  # of parameters
         fqns: dict[int, list[str]] = {}
         tensors: dict[int, nn.Parameter] = {}
         for fqn, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -169,7 +180,6 @@ class _Flattener:
         for key, (fqn, *aliases) in fqns.items():
             value = self._add_tensor(self.names.fresh(f"p_{fqn}"), tensors[key], tensors[key].requires_grad)
             self.value_of_fqn.update((name, value) for name in (fqn, *aliases))
-            self.fqn_of_value[value] = fqn
             self.memory.add(fqn, tensors[key])
             params.append(Param(value=value, fqn=fqn, aliases=tuple(aliases), trainable=tensors[key].requires_grad))
         persistent = set(self.model.state_dict(keep_vars=True))
@@ -325,7 +335,7 @@ class _Flattener:
         operands = [env[n] for n in given]
         if symbolic := next((x for x in operands if isinstance(x, _Symbolic)), None):
             raise symbolic.error()
-        handle = self._handle(key, call, operands)
+        handle = self._handle(key, call)
         state = tuple(Ref(self.value_of_fqn[within(call.region.path, name)]) for name in call.region.state)
         outputs = []
         for result in node.meta["val"]:
@@ -348,7 +358,7 @@ class _Flattener:
         call = self.regions.call(key)
         if symbolic := next((x for x in operands if isinstance(x, _Symbolic)), None):
             raise symbolic.error()
-        handle = self._handle(key, call, operands)
+        handle = self._handle(key, call)
         kwargs = _described(call, [node.args[1].meta["val"]])  # type: ignore[union-attr]
         name = self.names.fresh("hooked")
         op = Op(
@@ -356,12 +366,11 @@ class _Flattener:
         )  # fmt: skip
         self.ops.append(Traced(op=op, calls=_module_stack(node)[0]))
 
-    def _handle(self, key: str, call: Call, operands: Sequence[Ref]) -> Ref:
+    def _handle(self, key: str, call: Call) -> Ref:
         """What stands for a region among the tensors."""
         fqn = within(call.region.path, f"region_{key.rpartition('@')[2]}")
         handle = self.names.fresh(f"region_{fqn}")
-        params = tuple((k, self.fqn_of_value[x.name]) for k, x in enumerate(operands) if x.name in self.fqn_of_value)
-        self.tensors[handle] = replace(call.region, params=params)  # type: ignore[assignment]  # which is asked for what tensors are
+        self.tensors[handle] = replace(call.region)  # type: ignore[assignment]  # which is asked for what tensors are
         self.metas[handle] = meta_of(torch.empty(0, device="cpu"))
         self.handles.append(Buffer(value=handle, fqn=fqn, persistent=False, region=True))
         return Ref(handle)

@@ -69,6 +69,11 @@ class Region:
         kind = type(self.module).__name__
         return kind if not self.path else self.path if isinstance(self.module, Applied) else f"{self.path} ({kind})"
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The names in the model of the parameters, and buffers, of which it is noted whether a gradient comes to them."""
+        return (*(name for _, name in self.params), *(within(self.path, name) for name in self.state))
+
     def detach(self) -> Region:
         return self
 
@@ -288,7 +293,8 @@ def without_unreached(
     """Collective over the axes: the gradients of a step without those of parameters that regions alone read, and that none of them used
     on any rank. They have none in the original model, and an optimizer leaves them as they are. reached_in: each region with those of the
     model that a gradient has come to in this step. names: any name -> the parameter's."""
-    optional = [spec.name for spec in params if spec.regions_only and len(spec.stages) == 1 and spec.name in found]
+    noted = {names[name] for region, _ in reached_in for name in region.notes if name in names}
+    optional = [spec.name for spec in params if spec.regions_only and len(spec.stages) == 1 and spec.name in found and spec.name in noted]
     if not optional:
         return found
     reached = {names[name] for _, reached in reached_in for name in reached}

@@ -41,6 +41,39 @@ def bound_that_lets_gradients_through(compile: Compile) -> Results:
     return {"losses": losses + train(model, steps=3), "state": state(model)}
 
 
+class _Gained(torch.autograd.Function):
+    """Its backward is another one than autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gain)
+        return x * gain
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, gain = ctx.saved_tensors
+        return 0.5 * grad * gain, 2.0 * (grad * x).flatten(0, -2).sum(0)
+
+
+@program(KIND, plans=("dp2tp2", "dp2mb2"))
+def parameters_cast_for_a_function(compile: Compile) -> Results:
+    """What casts and shapes a parameter for an autograd function changes nothing: it has that dtype and shape."""
+
+    class Gained(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gains = nn.ParameterList([nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN) + k) for k in range(4)])
+
+        def hidden(self, x: Tensor) -> Tensor:
+            h, gains = super().hidden(x), self.gains
+            h = _Gained.apply(h, gains[0].to(h.dtype))
+            h = _Gained.apply(h, gains[1].type_as(h).contiguous())
+            return _Gained.apply(h, gains[2].reshape(HIDDEN)) + _Gained.apply(h, gains[3].view_as(gains[3]))
+
+    model = compile(seeded(Gained), example_inputs=batch())
+    return {"losses": train(model, steps=3), "state": state(model)}
+
+
 @program(KIND)
 def gradient_of_a_weight_read_in_forward(compile: Compile) -> Results:
     """The loss is multiplied by what the last step has left."""
