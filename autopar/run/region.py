@@ -219,11 +219,13 @@ class _Noted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, reached: set[str], name: str) -> Tensor:
         ctx.reached, ctx.name = reached, name
+        ctx.set_materialize_grads(False)  # of None, which a function of the user's may return, there would be zeros
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.reached.add(ctx.name)
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad is not None:
+            ctx.reached.add(ctx.name)
         return grad, None, None
 
 

@@ -74,6 +74,41 @@ def parameters_cast_for_a_function(compile: Compile) -> Results:
     return {"losses": train(model, steps=3), "state": state(model)}
 
 
+class _Biased(torch.autograd.Function):
+    """Its shift is told no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shift: Tensor) -> Tensor:
+        return x + shift
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@program(KIND)
+def parameter_that_a_function_gives_no_gradient(compile: Compile) -> Results:
+    """An optimizer leaves it as it is, and does not decay it."""
+
+    class Shifted(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN))
+
+        def hidden(self, x: Tensor) -> Tensor:
+            return _Biased.apply(super().hidden(x), self.shift.to(x.dtype))
+
+    model = compile(seeded(Shifted), example_inputs=batch())
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), []
+    for given in batches(3):
+        optimizer.zero_grad()
+        loss = model(*given)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "has a gradient": model.shift.grad is not None, "state": state(model)}
+
+
 @program(KIND)
 def gradient_of_a_weight_read_in_forward(compile: Compile) -> Results:
     """The loss is multiplied by what the last step has left."""
