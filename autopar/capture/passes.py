@@ -58,11 +58,12 @@ from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.routing import with_rows
 from autopar.capture.said import sayings_of
 from autopar.capture.state import Change, State
-from autopar.capture.trace import Trace, flatten, leaf_path, with_parameters_noted
+from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.capture.without_data import on_meta
 from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients, SparseGradients
 from autopar.ir import Buffer, Input, Op, Param, Program, TensorType, refs
+from autopar.region_paths import paths_of
 from autopar.run.asked import OF_GRADIENTS
 from autopar.run.autocast import Autocast
 from autopar.run.checkpointed import functions_called
@@ -240,7 +241,7 @@ def _captured(
             if as_written is None and found.own_gradients and trains and not trace.metas[trace.loss].type.grad:
                 raise OtherGradients(f"gradients of {trace.name} go through {found.own_gradients[0]} alone, as it is written")
             program = _program(as_reshapes(trace), mutations, trains=trains)
-            trace = with_parameters_noted(trace, program.ops)
+            trace = _with_flows(trace, program)
         _check_written(program, found.answers, dtype)
         check_told(program, told)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
@@ -472,6 +473,16 @@ def _program(trace: Trace, mutations: tuple[tuple[str, str], ...], *, trains: bo
         constant_inputs=trace.constant_inputs, batch_size=batch, batched=batched_of(ops, types, [i.value for i in trace.inputs], batch),
         notes=(*trace.notes, *doubt),
     )  # fmt: skip
+
+
+def _with_flows(trace: Trace, program: Program) -> Trace:
+    """The trace whose regions know on which ways gradients come to what they are given."""
+    names = {p.value: p.fqn for p in program.params}
+    tensors = dict[str, Any](trace.tensors)
+    for handle, flow in paths_of(program).flows.items():
+        upstream = tuple((tuple(names[v] for v in leaves if v in names), handles) for leaves, handles in flow.operands)
+        tensors[handle] = dataclasses.replace(tensors[handle], handle=handle, direct=flow.direct, upstream=upstream)
+    return dataclasses.replace(trace, tensors=tensors)
 
 
 def _as_if_trained(ops: Sequence[Op], types: Mapping[str, TensorType]) -> dict[str, TensorType]:

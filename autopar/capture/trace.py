@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from autopar.run.condition import Condition
 from autopar.run.objects import key_name
 from autopar.run.region import REGION, within
 
-__all__ = ["Names", "Trace", "Traced", "flatten", "leaf_path", "with_parameters_noted"]
+__all__ = ["Names", "Trace", "Traced", "flatten", "leaf_path"]
 
 _ASSERTIONS = ("_assert_", "sym_constrain", "_functional_assert", "_functional_sym", "_check")
 _CASTS = {"aten.to", "aten._to_copy", "aten.type_as", "aten._autocast_to_full_precision", "aten._autocast_to_reduced_precision"}
@@ -106,18 +106,6 @@ def flatten(
     """The trace of an exported Step of the model. start: what the model held when it was traced. stand_ins: of calls that are one
     operator each in the export; raises NotRepeated if one of them cannot be made from the call that stands for it."""
     return _Flattener(model, exported, start, regions, stand_ins).run()
-
-
-def with_parameters_noted(trace: Trace, ops: Iterable[Op]) -> Trace:
-    """The trace whose regions know which of the tensors that they are given are parameters, whatever once stood between (`.to(dtype)` of
-    one that has it): they note whether a gradient comes to these. ops: of the program."""
-    names = {p.value: p.fqn for p in trace.params}
-    tensors = dict(trace.tensors)
-    for op in ops:
-        if op.target == REGION and isinstance(handle := op.args[0], Ref) and isinstance(op.args[1], tuple):
-            params = tuple((k, names[x.name]) for k, x in enumerate(op.args[1]) if isinstance(x, Ref) and x.name in names)
-            tensors[handle.name] = replace(tensors[handle.name], params=params)  # type: ignore[type-var]
-    return replace(trace, tensors=tensors)
 
 
 class _Symbolic:

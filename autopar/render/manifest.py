@@ -12,12 +12,13 @@ from torch import nn
 from autopar.axes import BATCH, TIME
 from autopar.catalog.rule import draws, rule_of, strategies_of
 from autopar.catalog.schema import bind, registering_module
-from autopar.ir import Buffer, I, Layout, Lowered, Op, Param, Program, R, TensorType, refs
+from autopar.ir import Buffer, I, Layout, Lowered, Op, Param, Program, R, TensorType
 from autopar.planner.plan import Plan
 from autopar.planner.price import param_bytes
 from autopar.planner.shard import view_of
 from autopar.planner.stages import used_on
 from autopar.planner.units import gather_units
+from autopar.region_paths import paths_of
 from autopar.run.dtypes import PRECISIONS
 from autopar.run.manifest import BufferSpec, InputSpec, Manifest, OutputSpec, ParamSpec
 from autopar.run.region import REGION
@@ -43,8 +44,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
     homes = _homes(program, used)
     writers = {buffer: stage.index for stage in lowered.stages for buffer, _ in stage.mutations}
     parts = {v: p.local_bytes for v, p in param_bytes(local, plan.zero_dims, plan.shard).items() if p.in_parts}
-    readers = [(r, op.target) for op in program.ops for r in refs(op)]
-    only = {r for r, target in readers if target == REGION} - {r for r, target in readers if target != REGION}
+    past_regions = paths_of(program).past_regions
     units = gather_units(local, parts, AUTOPAR.unit_bytes) if rest_of(plan.rest).gathered == "use" else {}
     params = tuple(
         ParamSpec(
@@ -59,7 +59,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             zero_dim=plan.zero_dims.get(p.fqn),
             rest=plan.rest if p.fqn in plan.zero_dims else WHOLE.name,
             unit=units.get(p.value),
-            regions_only=p.value in only,
+            regions_only=p.value in past_regions,
             agreed=p.agreed,
         )
         for p in local.params

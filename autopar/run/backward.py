@@ -178,8 +178,8 @@ class Backward:
         """Collective, after all of backward: of `leaves`. factor: what they are yet to be multiplied by. used: which outputs the loss
         depends on, if it is the user's."""
         form, tree, mesh = self.form, self.tree, self.form.mesh
-        axes = [mesh.axis(name) for name in cut_order()]
-        found = without_unreached(self.step.finish(), form.manifest.params, self.reached_in, tree.names, axes)
+        axes = [*(mesh.axis(name) for name in cut_order()), mesh.pp]
+        found = without_unreached(self.step.finish(), form.manifest.params, self.reached_in, tree.names, axes, form.device)
         if factor is not None:
             for value in found.values():
                 value.mul_(factor)

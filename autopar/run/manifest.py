@@ -22,7 +22,7 @@ class ParamSpec:
     dim of its tp-local shape on which it rests in parts over data-parallel ranks, or None if it rests whole. unit: of parameters that are
     gathered where they are used, what it is gathered with (None: alone). computes: the lower dtype to which it is cast before it is used,
     None if it is used as it rests.
-    regions_only: none but opaque regions read it, whose samples may all leave it unused. agreed: the axes whose ranks all compute its whole
+    regions_only: gradients come to it past opaque regions alone, which may give none. agreed: the axes whose ranks all compute its whole
     gradient, by operators that do not give the same bits each time: the mean over them is its gradient on all."""
 
     name: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,9 @@ class Place:
 class Region:
     """One call of a submodule, or of what is made one (`Applied`). path: where it is in the model. state: the names of its parameters and
     buffers, in the order in which it is given them. arguments: (args, kwargs) of its forward as captured, in which a Place stands for each
-    tensor. autocast: what was on. linear: the gradients that it gives are linear in those that come to it.
+    tensor. autocast: what was on. linear: the gradients that it gives are linear in those that come to it. handle: its name in the program.
+    direct: a gradient comes to its results past no other region. upstream: of each tensor that it is given, the parameters of the model and
+    the regions, by handle, from which operators alone lead there.
 
     It stands where the tensors of constants do, and so has what is asked of these: a device, and copies, which are itself."""
 
@@ -54,9 +56,11 @@ class Region:
     arguments: Any
     modes: tuple[bool, ...]
     autocast: tuple[Autocast, ...] = ()
-    params: tuple[tuple[int, str], ...] = ()
     linear: bool = True
-    reached: set[str] = field(default_factory=set)  # of the step that runs: the parameters of the model that a gradient has come to
+    handle: str = ""
+    direct: bool = True
+    upstream: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
+    reached: set[str] = field(default_factory=set)  # of the step that runs: what a gradient has come to, as of `notes`
 
     device = torch.device("cpu")
     dtype = torch.float32
@@ -70,9 +74,10 @@ class Region:
         return kind if not self.path else self.path if isinstance(self.module, Applied) else f"{self.path} ({kind})"
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """The names in the model of the parameters, and buffers, of which it is noted whether a gradient comes to them."""
-        return (*(name for _, name in self.params), *(within(self.path, name) for name in self.state))
+    def notes(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Of what it is noted whether a gradient comes to it, by a name of its own: the parameters and the regions that lead there."""
+        operands = {f"{self.handle}[{k}]": found for k, found in enumerate(self.upstream)}
+        return operands | {f"{self.handle}.{name}": ((within(self.path, name),), ()) for name in self.state}
 
     def detach(self) -> Region:
         return self
@@ -83,8 +88,7 @@ class Region:
     def __call__(self, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors that the forward returns, in order, in memory of their own: of what is a view of an operand, a copy."""
         leaves, spec = pytree.tree_flatten(self.arguments)
-        names = dict(self.params)
-        given = iter([self._noted(t, names[k]) if k in names else t for k, t in enumerate(tensors)])
+        given = iter([self._noted(t, f"{self.handle}[{k}]") for k, t in enumerate(tensors)])
         args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, Place) else x for x in leaves], spec)
         modules = list(self.module.modules())
         before = [m.training for m in modules]
@@ -92,7 +96,7 @@ class Region:
             m.training = mode
         try:
             named = zip(self.state, state, strict=True)
-            noted = {f"module.{name}": self._noted(t, within(self.path, name)) for name, t in named}
+            noted = {f"module.{name}": self._noted(t, f"{self.handle}.{name}") for name, t in named}
             noted = _with_attributes(noted, self.module)
             with under(self.autocast), without_checkpointing(), without_key_value_cache(self.module), as_one_process():
                 returned = functional_call(_Forward(self.module), noted, args, kwargs, tie_weights=False)  # each name is in the state
@@ -104,7 +108,13 @@ class Region:
         return tuple(x.clone() if x.untyped_storage()._cdata in known else x for x in found)
 
     def _noted(self, t: Tensor, name: str) -> Tensor:
-        noted: Tensor = _Noted.apply(t, self.reached, name) if t.requires_grad else t
+        if not t.requires_grad or not torch.is_grad_enabled():
+            return t
+        if t.is_leaf:
+            found: Tensor = _Noted.apply(t, self.reached, name)
+            return found
+        noted, reached = t.view_as(t), self.reached  # the module may write to it
+        noted.register_hook(lambda grad: None if grad is None else reached.add(name))
         return noted
 
     def __reduce__(self) -> tuple[Callable[..., Region], tuple[Any, ...]]:
@@ -214,7 +224,7 @@ def _with_attributes(given: dict[str, Tensor], module: nn.Module) -> dict[str, T
 
 
 class _Noted(torch.autograd.Function):
-    """A parameter, of which it is noted whether a gradient comes to it."""
+    """A leaf, of which it is noted whether a gradient comes to it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, reached: set[str], name: str) -> Tensor:
@@ -290,21 +300,41 @@ def region(
 
 def without_unreached(
     found: dict[str, Tensor], params: Sequence[ParamSpec], reached_in: Sequence[tuple[Region, set[str]]], names: Mapping[str, str],
-    axes: Sequence[Axis],
+    axes: Sequence[Axis], device: torch.device,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Collective over the axes: the gradients of a step without those of parameters that regions alone read, and that none of them used
-    on any rank. They have none in the original model, and an optimizer leaves them as they are. reached_in: each region with those of the
-    model that a gradient has come to in this step. names: any name -> the parameter's."""
-    noted = {names[name] for region, _ in reached_in for name in region.notes if name in names}
-    optional = [spec.name for spec in params if spec.regions_only and len(spec.stages) == 1 and spec.name in found and spec.name in noted]
+    """Collective over the axes, which are all of the mesh: the gradients of a step without those of parameters to which gradients come past
+    regions alone, where these gave none on any rank. They have none in the original model, and an optimizer leaves them as they are.
+    params: of all stages. reached_in: each region of the model, and what it has noted in this step. names: any name -> the parameter's."""
+    optional = {spec.name for spec in params if spec.regions_only}
     if not optional:
         return found
-    reached = {names[name] for _, reached in reached_in for name in reached}
-    flags = torch.tensor([float(name in reached) for name in optional], device=found[optional[0]].device)
+    regions = [region for region, _ in reached_in]
+    noted = {note for _, reached in reached_in for note in reached}
+    every = [note for region in regions for note in region.notes]
+    flags = torch.tensor([float(note in noted) for note in every], device=device)
     for axis in axes:
         comm.all_reduce_(flags, axis, torch.distributed.ReduceOp.MAX)
-    unused = {name for name, flag in zip(optional, flags.tolist(), strict=True) if not flag}
-    return {name: grad for name, grad in found.items() if name not in unused}
+    somewhere = {note for note, flag in zip(every, flags.tolist(), strict=True) if flag}
+    unreached = optional - {names.get(name, name) for name in _reached(regions, somewhere)}
+    return {name: grad for name, grad in found.items() if name not in unreached}
+
+
+def _reached(regions: Sequence[Region], noted: Collection[str]) -> set[str]:
+    """The parameters to which a gradient of the loss has come through regions. A region whose results none has come to is given zeros, and
+    what it notes of those is nothing."""
+    live, left = set[str](), [region.handle for region in regions if region.direct]
+    by_handle = {region.handle: region for region in regions}
+    found = set[str]()
+    while left:
+        handle = left.pop()
+        if handle in live:
+            continue
+        live.add(handle)
+        for note, (parameters, before) in by_handle[handle].notes.items():
+            if note in noted:
+                found.update(parameters)
+                left += before
+    return found
 
 
 def regions_of(manifest: Manifest, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
