@@ -170,6 +170,39 @@ def by_an_output(h: Tensor) -> Tensor:
     return h
 
 
+def _added_later(out: Tensor) -> Tensor:
+    torch.eye(6, out=out)
+    return out.mul_(2)
+
+
+MADE = {
+    "eye": lambda: torch.eye(6, out=torch.empty(6, 6, dtype=torch.float64)),
+    "of another dtype": lambda: torch.eye(6, out=torch.empty(6, 6)),
+    "ones": lambda: torch.ones(6, 6, out=torch.empty(6, 6)),
+    "full": lambda: torch.full((6, 6), 2.0, out=torch.empty(6, 6)),
+    "arange": lambda: torch.arange(6, out=torch.empty(6, dtype=torch.float64)),
+    "linspace": lambda: torch.linspace(0, 1, 6, out=torch.empty(6)),
+    "into nothing": lambda: torch.eye(6, out=torch.empty(0)),
+    "and then": lambda: _added_later(torch.empty(0)),
+    "tril": lambda: torch.tril(torch.ones(6, 6), out=torch.empty(0)),
+    "sum": lambda: torch.sum(torch.ones(6, 6), 0, out=torch.empty(6)),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made_into_an_argument(name: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.Linear(6, 6).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.inner(x) * MADE[name]()).square().mean()
+
+    capture(Model(), (torch.randn(6, 6, dtype=torch.float64),))  # which compares loss and gradients
+
+
 @pytest.mark.parametrize("writes", [detached, all_of_it, rows, through_a_view, through_a_detached_view, by_an_output])
 def test_what_is_written_where_gradients_are_off_has_the_gradient_of_what_it_was(writes: Callable[[Tensor], Tensor]) -> None:
     class Model(nn.Module):

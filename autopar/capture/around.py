@@ -130,12 +130,13 @@ _AROUND: ContextVar[Around | None] = ContextVar("what is around the call", defau
 
 @contextlib.contextmanager
 def capturing() -> Iterator[Around]:
-    """Inside, autocast is off, except for what runs as_called(): that is in the state that was on here."""
+    """Inside, autocast is off, except for what runs as_called(): that is in the state that was on here. Tensors that are given the memory
+    that they have, as torch.nn.utils.parametrize does to a parameter, are not written to."""
     modes = torch.overrides.has_torch_function((torch.empty(0, device="cpu"),))
     around = Around(ambient(), called_in(), modes)
     token = _AROUND.set(around)
     try:
-        with without():
+        with without(), _given_its_own():
             yield around
     finally:
         _AROUND.reset(token)
@@ -154,6 +155,21 @@ def as_called(inputs: object = None, *, checkpointed: bool = False) -> Iterator[
         told = _Told(_by_copy(around.given, inputs), gradients=not without)
     with under(around.autocast if around else ()), _autocast_of_meta(), keeping, as_one_process(), _told(around), told, heard() as said:
         yield said
+
+
+@contextlib.contextmanager
+def _given_its_own() -> Iterator[None]:
+    """Inside, x.set_(x) does nothing, where it counts as a write that no graph can hold."""
+    own = torch.Tensor.set_
+
+    def given(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if len(args) == 1 and args[0] is tensor and not kwargs else own(tensor, *args, **kwargs)
+
+    torch.Tensor.set_ = given  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.set_
 
 
 @contextlib.contextmanager

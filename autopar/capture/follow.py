@@ -7,6 +7,7 @@ new value is copied into the old tensor, which the registry gets back. What a gr
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -205,7 +206,7 @@ class AtTheBorder(TorchFunctionMode):
                 f"the forward asks how often one of its own parameters or buffers was written to (._version), which a graph holds as it "
                 f"was when it was traced\n  at {running_line()}\n  what to do: count steps in a buffer"
             )
-        if func == _READS_GRAD_FN and ".register_" in running_line():
+        if func == _READS_GRAD_FN and re.search(r"\.register_(pre)?hook\b", running_line()):
             raise CaptureError(
                 f"a hook on what autograd records of an activation, which no graph holds\n  at {running_line()}\n  what to do: register it "
                 f"on the activation instead (Tensor.register_hook)"

@@ -288,7 +288,8 @@ class _Functionalizer:
         new = self._functional(op, old)
         if self.metas[new].dtype != meta.dtype:
             new = self._new("aten.to.dtype", Ref(new), meta.dtype, like=op.outputs[0] or name)
-        if self.metas[new].shape != meta.shape:
+        resized = isinstance(out, Ref) and 0 in meta.shape and self_name not in self.views  # out=torch.empty(0)
+        if self.metas[new].shape != meta.shape and not resized:
             new = self._new("aten.expand.default", Ref(new), meta.shape, like=op.outputs[0] or name)
         if op.no_grad:
             new = self._unseen(old, new)
@@ -314,7 +315,9 @@ class _Functionalizer:
         wish = op.outputs[0] or name
         meta = self.metas[old]
         if op.kwarg("out") is not None:
-            op = dataclasses.replace(op, target=self._without_out(op.target), kwargs=tuple((k, v) for k, v in op.kwargs if k != "out"))
+            target, makes = self._without_out(op.target)
+            kwargs = *((k, v) for k, v in op.kwargs if k != "out"), *((("dtype", meta.dtype),) if makes else ())
+            op = dataclasses.replace(op, target=target, kwargs=kwargs)
             self._emit(dataclasses.replace(map_refs(op, lambda n: Ref(self._now(n))), outputs=(wish,)))
             return wish
         if name == "copy_":
@@ -344,14 +347,16 @@ class _Functionalizer:
             raise self._error(f"{op.target} has no form that does not write in place")
         return dataclasses.replace(op, target=found[0], args=found[1])
 
-    def _without_out(self, target: str) -> str:
-        """The overload of an out= operator that returns its result instead."""
+    def _without_out(self, target: str) -> tuple[str, bool]:
+        """The overload of an out= operator that returns its result instead, and whether it is to be told the dtype (torch.eye)."""
         namespace, name, _ = target.split(".")
         wanted = [(a.name, str(a.type)) for a in resolve(target)._schema.arguments if not a.is_out]
         for overload in getattr(getattr(torch.ops, namespace), name).overloads():
             schema = resolve(f"{namespace}.{name}.{overload}")._schema
-            if not schema.is_mutable and [(a.name, str(a.type)) for a in schema.arguments] == wanted:
-                return f"{namespace}.{name}.{overload}"
+            takes = [(a.name, str(a.type)) for a in schema.arguments]
+            makes = [a for a in takes if a[0] not in _OF_WHAT_IS_MADE]
+            if not schema.is_mutable and wanted in (takes, makes):
+                return f"{namespace}.{name}.{overload}", wanted != takes
         raise self._error(f"{target} has no form that does not write to its argument out")
 
     def _write(self, name: str, new: str) -> None:
@@ -437,6 +442,7 @@ def _one_by_one(op: Op, fresh: Callable[[str], str]) -> list[Op]:
     return made
 
 
+_OF_WHAT_IS_MADE = ("dtype", "layout", "device", "pin_memory")
 FOREACH = "aten._foreach_"
 _OF_ONE = {"List": "Tensor", "ScalarList": "Scalar"}
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks._traps_kit import (
     HIDDEN,
+    WIDTH,
     Block,
     Compile,
     Net,
@@ -335,6 +336,38 @@ def parametrised_after_compile(compile: Compile) -> Results:
     model = compile(seeded(Net), example_inputs=batch())
     nn.utils.parametrize.register_parametrization(model.head, "weight", Bounded())
     return trained(model)
+
+
+@program(KIND, plans=("dp2tp2",))
+def parametrised_in_each_call(compile: Compile) -> Results:
+    """The forward registers a low-rank addition to a frozen weight, and takes it away: adapters of the weights of experts do so."""
+
+    class Added(nn.Module):
+        def __init__(self, by: Tensor) -> None:
+            super().__init__()
+            self.by = by
+
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight + self.by
+
+    class Adapted(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.requires_grad_(False)
+            self.head.requires_grad_(True)
+            self.a = nn.Parameter(torch.randn(HIDDEN, 2) * 0.1)
+            self.b = nn.Parameter(torch.randn(2, WIDTH) * 0.1)
+
+        def hidden(self, x: Tensor) -> Tensor:
+            parametrize, trains = nn.utils.parametrize, self.first.weight.requires_grad
+            parametrize.register_parametrization(self.first, "weight", Added(self.a @ self.b))
+            self.first.parametrizations.weight.original.requires_grad_(trains)  # type: ignore[operator, union-attr]
+            with parametrize.cached():
+                found = super().hidden(x)
+            parametrize.remove_parametrizations(self.first, "weight", leave_parametrized=False)
+            return found
+
+    return trained(compile(seeded(Adapted), example_inputs=batch()))
 
 
 @program(KIND)
