@@ -68,7 +68,7 @@ FEATURES: Mapping[str, Feature] = {
     "torch.compile of stages": _feature("the loop", "stages_compiled"),
     "torch.compile around": _feature("the loop", "compiled_by_torch", "step_compiled_by_torch"),
     "peft (LoRA)": _feature("tools", "adapters_of_peft", needs=("peft",)),
-    "Hugging Face Trainer": _feature("tools", "trainer_of_hugging_face", needs=("transformers", "accelerate")),
+    "Hugging Face Trainer": _feature("tools", "trainer_of_hugging_face", "trainer_of_preferences", needs=("transformers", "accelerate")),
     "Accelerate": _feature("tools", "accelerated", needs=("accelerate",)),
     "Lightning": _feature("tools", "lightning_trainer", needs=("lightning",)),
 }  # fmt: skip

@@ -14,7 +14,9 @@ from benchmarks._traps import PROGRAMS
 from benchmarks._traps_run import Judge, Outcome
 
 PLANS = ("dp2", "tp2", "pp2", "zero3")
-OF_TOOLS = {"accelerated": "accelerate", "lightning_trainer": "lightning", "adapters_of_peft": "peft"}  # the Trainer: test_trainer.py
+OF_TOOLS = {  # the Trainer itself: test_trainer.py
+    "accelerated": "accelerate", "lightning_trainer": "lightning", "adapters_of_peft": "peft", "trainer_of_preferences": "accelerate",
+}  # fmt: skip
 OF_LOOPS = ("scheduled", "groups_by_name", "saved_and_resumed", "local_parts_of_the_batch", "lengths_in_buckets")
 
 

@@ -80,11 +80,16 @@ class AutoparAccelerator(Accelerator):
         return prepared
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """The module itself, which is called under autocast where mixed_precision says so. TypeError unless autopar has compiled it."""
+        """The module itself, which is called under autocast where mixed_precision says so. A model in evaluation mode that autopar has not
+        compiled, such as a frozen reference, is whole on every process. TypeError for another one."""
+        if not isinstance(model, StandIn) and evaluation_mode:
+            prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
+            self._models.remove(prepared)  # it is no part of what is saved
+            return prepared
         if not isinstance(model, StandIn):
             raise TypeError(
                 f"AutoparAccelerator was given a {type(model).__name__} that autopar has not compiled: prepare what "
-                f"autopar.compile(model, ...) returns. Models that are not trained need no preparation"
+                f"autopar.compile(model, ...) returns. A model that is not trained needs no preparation, or evaluation_mode=True"
             )
         if model not in self._models:
             self._models.append(model)

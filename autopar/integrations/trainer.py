@@ -65,7 +65,10 @@ class AutoparTrainer(Trainer):
                 "TrainingArguments(predict_with_generate=True) is for a trainer that generates: use AutoparSeq2SeqTrainer, which takes the "
                 "same arguments, in the place of AutoparTrainer"
             )
-        super().__init__(model, _of_global_batches(args), *more, **options)
+        if more:
+            super().__init__(model, _of_global_batches(args), *more, **options)
+        else:  # a trainer of trl, mixed in, has another second argument
+            super().__init__(model, args=_of_global_batches(args), **options)
         if self.compute_metrics is not None and not generates:  # else they are given what is generated
             self._compile_options.setdefault("outputs", "all")
 

@@ -76,6 +76,54 @@ def trainer_of_hugging_face(compile: Compile) -> Results:
     return {"log": told(first), "resumed": told(again), "states": [state(model) for model in models]}
 
 
+class Preferences(Net):
+    """Scores of two samples each [batch, 2, 8]."""
+
+    def forward(self, pairs: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"scores": self.logits(pairs.flatten(0, 1)).mean(-1).view(len(pairs), 2)}
+
+
+@program(KIND)
+def trainer_of_preferences(compile: Compile) -> Results:
+    """A subclass of the Trainer with a second argument of its own, a frozen reference that it prepares for evaluation, and a loss of what
+    the model returns, as trl's trainers have: mixed with autopar's."""
+    from transformers import Trainer, TrainingArguments
+
+    from autopar.integrations.trainer import AutoparTrainer
+
+    class ByPreference(Trainer):
+        def __init__(self, model: Any, reference: Any = None, args: Any = None, **options: Any) -> None:
+            super().__init__(model=model, args=args, **options)
+            self.reference = self.accelerator.prepare_model(reference.requires_grad_(False), evaluation_mode=True)
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            found = model(**inputs)["scores"]
+            with torch.no_grad():
+                reference = self.reference(**inputs)["scores"]
+            margin = (found - reference) @ torch.tensor([1.0, -1.0], dtype=found.dtype)
+            loss = -torch.nn.functional.logsigmoid(margin).mean()
+            return (loss, {"scores": found}) if return_outputs else loss
+
+    class InParallel(AutoparTrainer, ByPreference):
+        pass
+
+    options = options_of(compile)
+    processes = 1 if options is None else options["gpus"]
+    x = batch(1, size=4 * BATCH)[0]
+    args = TrainingArguments(
+        output_dir=str(folder_of_all("preferences")), max_steps=4, per_device_train_batch_size=BATCH // processes, learning_rate=1e-2,
+        logging_steps=1, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    data = [{"pairs": pair} for pair in x.view(-1, 2, x.shape[-1]).repeat(2, 1, 1)]
+    more = {} if options is None else {"compile_options": {**options, "outputs": "trained"}}
+    trainer = (ByPreference if options is None else InParallel)(
+        model=seeded(Preferences), reference=seeded(Preferences), args=args, train_dataset=data, **more
+    )
+    trainer.train()
+    log = [{k: float(entry[k]) for k in ("loss", "grad_norm") if k in entry} for entry in trainer.state.log_history]
+    return {"log": log, "state": state(trainer.model if options is None else trainer.model_wrapped)}
+
+
 @program(KIND)
 def accelerated(compile: Compile) -> Results:
     """Accelerate: what is prepared, accumulation, clipping, metrics of a short last batch, and a checkpoint."""
