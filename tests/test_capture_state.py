@@ -477,6 +477,45 @@ def test_an_input_that_is_a_dict_is_not_emptied() -> None:
         capture(Popped(DIM, DIM), ({"x": torch.randn(BATCH, DIM)},))
 
 
+class Encoder(nn.Linear):
+    """Returns the dict that it is given, with what it has computed. writes: also to a tensor in it."""
+
+    writes = False
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:  # type: ignore[override]
+        if self.writes:
+            batch["x"].add_(1.0)
+        batch["h"] = super().forward(batch["x"])
+        batch["x"] = batch["x"] * 2
+        return batch
+
+
+def test_a_dict_that_is_given_and_returned_may_be_written_to() -> None:
+    given = {"x": torch.randn(BATCH, DIM), "y": torch.ones(BATCH)}
+    found = capture(Encoder(DIM, DIM), (given,), outputs=True)
+    assert sorted(given) == ["x", "y"]
+    assert found.returned is not None and found.returned.into == (0, ("x", "h"))
+    by_name = capture(Encoder(DIM, DIM), {"batch": given}, outputs=True)
+    assert by_name.returned is not None and by_name.returned.into == ("batch", ("x", "h"))
+
+
+def test_a_tensor_in_a_dict_that_is_returned_is_not_written_to() -> None:
+    model = Encoder(DIM, DIM)
+    model.writes = True
+    with pytest.raises(CaptureError, match="writes to its input|changes its inputs"):
+        capture(model, ({"x": torch.randn(BATCH, DIM)},), outputs=True)
+
+
+def test_a_dict_that_is_written_to_and_not_returned_is_refused() -> None:
+    class Other(Encoder):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+            found: Tensor = super().forward(batch)["h"]
+            return found.sum()
+
+    with pytest.raises(CaptureError, match=r"changes its inputs: at .*'x'.*'h'"):
+        capture(Other(DIM, DIM), ({"x": torch.randn(BATCH, DIM)},), outputs=True)
+
+
 # -------------------------------------------------------------------------------------------------- what is no obstacle
 def mask_made_once(m: Any, x: Tensor) -> Tensor:
     if m.cache is None:

@@ -35,7 +35,7 @@ from autopar.capture.said import Said
 from autopar.capture.source import first_line
 from autopar.capture.state import Change, State
 from autopar.errors import CaptureError
-from autopar.run.outputs import taken_apart
+from autopar.run.outputs import dicts_given, taken_apart, written_into
 
 __all__ = [
     "Call", "Calls", "call_twice", "copied", "differentiated", "drawn_outside", "gradients_of", "left_as_it_was",
@@ -153,15 +153,16 @@ def call_twice(
                 with _own_errors(model, number), left_as_it_was(model, loss), seeded(number, outside=reseed):
                     scaled[scale] = _scaled(model, loss, inputs, start, parameters, scale, outputs=outputs, leaves=leaves)
             with _own_errors(model, number), torch.enable_grad(), seeded(number, outside=reseed):
+                wanted = (*parameters, *differentiated(given)) if compare else ()
+                dicts = dicts_given(*given)
                 before, versions = _marks(given), {name: p._version for name, p in model.named_parameters()}
                 with watch, moving, as_called(given) as heard:
                     said.append(heard)
                     output = model(*given[0], **given[1])
                     left_there = left_at(leaves, model, loss, start)
                     result, own = objective_of(output, loss, outputs, left_there)
-                wanted = (*parameters, *differentiated(given)) if compare else ()
                 found = gradients_of(result, wanted)
-            _check_inputs(given, before)
+            _check_inputs(given, before, written_into(output, dicts) if outputs else None)
             _check_parameters(model, versions, {*frozen, *moved_before})
             buffers = _copies({**dict(model.named_buffers(remove_duplicate=False)), **frozen})
             n = len(parameters)
@@ -205,10 +206,11 @@ def _scaled(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """The gradients of the loss times a number, in a call of its own: a backward that is the model's own may free what it needs."""
     given = copied(inputs)
+    wanted = *parameters, *differentiated(given)
     with torch.enable_grad(), as_called(given):
         output = model(*given[0], **given[1])
         result, _ = objective_of(output, loss, outputs, left_at(leaves, model, loss, start))
-    return gradients_of(result, (*parameters, *differentiated(given)), scale)
+    return gradients_of(result, wanted, scale)
 
 
 def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: float | None = None) -> tuple[torch.Tensor | None, ...]:
@@ -221,10 +223,11 @@ def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: floa
 def _called(model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs) -> Any:
     """What the model returns in a further call, which is differentiated too: its hooks run, and what is checkpointed runs again."""
     given = copied(inputs)
+    wanted = *(p for p in model.parameters() if p.requires_grad), *differentiated(given)
     with torch.enable_grad(), seeded(1), as_called(given, checkpointed=True):
         output = model(*given[0], **given[1])
         result, _ = objective_of(output, loss, None)
-        gradients_of(result, [*(p for p in model.parameters() if p.requires_grad), *differentiated(given)])
+        gradients_of(result, wanted)
     return output
 
 
@@ -367,14 +370,19 @@ def _mark(leaf: object) -> object:
     return (leaf._version, leaf.shape, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else None
 
 
-def _check_inputs(inputs: Inputs, before: list[tuple[str, Any, object]]) -> None:
+def _check_inputs(inputs: Inputs, before: list[tuple[str, Any, object]], into: tuple[int | str, tuple[object, ...]] | None) -> None:
+    """into: the dict that the forward writes to and returns, and the keys."""
     now = {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(inputs)}
     changed = [path for path, leaf, mark in before if now.get(path, ABSENT) is not leaf or _mark(leaf) != mark]
     changed += [path for path in now if path not in {p for p, _, _ in before}]
+    if into is not None and not any(_mark(leaf) != mark for _, leaf, mark in before):
+        place, keys = into
+        returned = tuple(f"[{int(isinstance(place, str))}][{place!r}][{key!r}]" for key in keys)
+        changed = [path for path in changed if not path.startswith(returned)]
     if changed:
         raise CaptureError(
             f"the forward changes its inputs: at {', '.join(changed[:3])} of (args, kwargs)\n  what to do: let it work on a copy "
-            f"(x = x.clone(), batch = dict(batch))"
+            f"(x = x.clone(), batch = dict(batch)); a dict that it is given and returns may be written to where outputs='all' or 'trained'"
         )
 
 

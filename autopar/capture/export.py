@@ -11,7 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +32,7 @@ from autopar.capture.source import in_library, module_of
 from autopar.capture.state import State
 from autopar.capture.without_data import values
 from autopar.errors import CaptureError, NoLoss, OtherGradients
-from autopar.run.outputs import Returned, check_seen, found_in, taken_apart
+from autopar.run.outputs import Returned, check_seen, dicts_given, found_in, taken_apart, written_into
 
 __all__ = [
     "FAILURES", "HOOK", "PREFIX", "End", "Step", "as_exported", "each_output", "export", "left_at", "loss_of", "objective_of",
@@ -94,6 +94,7 @@ class Step(nn.Module):
             with torch._C.DisableTorchFunction():  # looking at tensors is nothing to trace, and dear where it is
                 registries = Registries(model)
                 tape.begin(model, (args, kwargs))
+                given = dicts_given(args, kwargs)
             try:
                 with attributes.told(), hidden.watched(), traced_as_kept(), self.border, as_called((args, kwargs)) as said:
                     output = model(*args, **kwargs)
@@ -106,6 +107,7 @@ class Step(nn.Module):
                     if outputs or not own:
                         containers = {id(one.holder) for one in start.held if isinstance(one.holder, list | dict)}
                         returned, others = taken_apart(output, result, own_loss=own, held=containers)
+                        returned = replace(returned, into=written_into(output, given))
                     shows = self.border.shows if said else ""
                     ends.append(End(end := State.take(model, loss, start), returns, returned, tape.answers(), shows))
                     assigned = registries.assigned()

@@ -208,6 +208,8 @@ class ParallelModule(WithState):
             else:
                 with without(), not_kept_for_later():  # the program has the casts, and says what runs again
                     returned = self._run(form, args, kwargs)
+                if form.returned is not None:
+                    returned = form.returned.given_back(returned, *given)
         except Exception as error:
             broken_off(error, begun, staged=self.mesh.pp.size > 1, lost=form is not None and form.under_way)
             record.fails()

@@ -25,7 +25,9 @@ from autopar.run.mesh import Mesh
 from autopar.run.plain import plainly
 from autopar.run.slices import joined, local_slice
 
-__all__ = ["Inner", "Loss", "Outputs", "Returned", "as_returned", "check_seen", "found_in", "taken_apart"]
+__all__ = [
+    "Inner", "Loss", "Outputs", "Returned", "as_returned", "check_seen", "dicts_given", "found_in", "taken_apart", "written_into",
+]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------ the loss alone
@@ -169,17 +171,22 @@ _DISTRIBUTIONS = (Distribution, Transform)
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
+_Dicts = Mapping[int | str, tuple[dict[Any, Any], dict[Any, Any]]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Returned:
     """What the original returns, without its tensors. names: the program's output that each of these is. own_loss: False if it
     computes no loss, nor a function that was given: the user makes one of what it returns. inner: outputs of which others, or the loss, are
-    computed."""
+    computed. into: the dict among the arguments, by position or name, that the forward writes to and returns, and the keys that it
+    writes."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
     names: tuple[str, ...] = ()
     own_loss: bool = True
     inner: frozenset[str] = frozenset()
+    into: tuple[int | str, tuple[object, ...]] | None = None
 
     def marked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The outputs, of which those inside refuse to tell their gradients."""
@@ -193,6 +200,17 @@ class Returned:
     def put_together(self, loss: Tensor | None, tensors: Mapping[str, Tensor]) -> Any:
         """The same with these tensors in it."""
         return self._filled(loss, [tensors[name] for name in self.names])
+
+    def given_back(self, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What `put_together` returned; as the original, in the caller's own dict, where that is written to."""
+        if self.into is None or type(result) is not dict:
+            return result
+        place, keys = self.into
+        own = args[place] if isinstance(place, int) else kwargs[place]
+        if type(own) is not dict:
+            return result
+        own.update((key, result[key]) for key in keys)
+        return own
 
     def loss_in(self, result: Any) -> Tensor:
         """The loss in what `put_together` returned."""
@@ -213,6 +231,20 @@ class Returned:
             return loss if x is _LOSS else tensors[x.index] if isinstance(x, _Place) else x
 
         return pytree.tree_unflatten([leaf(x) for x in self.leaves], self.spec)
+
+
+def dicts_given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Dicts:
+    """The arguments that are dicts, by position or name, each with a copy of it as it is."""
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return {place: (x, dict(x)) for place, x in named if type(x) is dict}
+
+
+def written_into(output: object, given: _Dicts) -> tuple[int | str, tuple[object, ...]] | None:
+    """The argument that is the output itself, and the keys of what stands there for the first time. given: of `dicts_given`, before."""
+    for place, (now, before) in given.items():
+        if now is output and before.keys() <= now.keys():
+            return place, tuple(key for key, value in now.items() if key not in before or value is not before[key])
+    return None
 
 
 def taken_apart(

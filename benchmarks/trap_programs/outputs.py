@@ -330,3 +330,52 @@ def number_of_the_loss(compile: Compile) -> Results:
     loss = model(*batch())
     found = {"float": float(loss), "text": f"{loss:.6f}", "detached": loss.detach(), "shape": list(loss.shape), "grad": loss.requires_grad}
     return {**found, "above": bool(loss > 1.0), "stacked": torch.stack([loss.detach(), loss.detach()])}
+
+
+class Encoder(Net):
+    """Writes to the dict of features that it is given, and returns it, as sentence encoders do."""
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+        features["tokens"] = self.hidden(features["x"])
+        features["embedding"] = F.normalize(self.head(features["tokens"]), dim=-1)
+        features["count"] = features["count"] + 1
+        return features
+
+
+def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> list[float]:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return [loss.item()]
+
+
+def _features(index: int) -> dict[str, Tensor]:
+    x, y = batch(index)
+    return {"x": x, "count": y}
+
+
+@program(KIND, plans=("dp2tp2",))
+def dict_that_is_given_is_written_to(compile: Compile) -> Results:
+    """Two texts of a pair are encoded by two calls; the loop reads the dicts that it gave, which are those that are returned."""
+    model = compile(seeded(Encoder), example_inputs=(_features(0),), outputs="trained")
+    optimizer, losses, found = sgd(model), list[float](), list[Any]()
+    for k in range(3):
+        one, other = _features(k), _features(k + 3)
+        returned, _ = model(one), model(other)
+        scores = one["embedding"] @ other["embedding"].T
+        loss = F.cross_entropy(8 * scores, torch.arange(len(scores))) + other["tokens"].square().mean()
+        losses += _step(optimizer, loss)
+        found.append([returned is one, sorted(one), one["x"].equal(batch(k)[0]), int((one["count"] - batch(k)[1]).sum())])
+    return {"losses": losses, "found": found, "state": state(model)}
+
+
+@program(KIND)
+def dict_that_is_given_again(compile: Compile) -> Results:
+    """The dict that a call has written to is given to the next one."""
+    model = compile(seeded(Encoder), example_inputs=(_features(0),), outputs="trained")
+    optimizer, losses, given = sgd(model), list[float](), _features(0)
+    for _ in range(3):
+        loss = model({k: v.detach() for k, v in model(given).items()})["embedding"][:, 0].square().mean() + given["tokens"].mean()
+        losses += _step(optimizer, loss)
+        given = {k: v.detach() for k, v in given.items()}
+    return {"losses": losses, "count": given["count"], "state": state(model)}
