@@ -60,6 +60,11 @@ def test_ordinary_programs_are_right(name: str, judge: Judge) -> None:
     assert [(o.plan, o.outcome, o.reason) for o in judge.outcomes(name, ("tp2", "pp2"))] == [("tp2", "right", ""), ("pp2", "right", "")]
 
 
+@pytest.mark.gloo
+def test_parts_of_ranks_that_use_nothing(judge: Judge) -> None:
+    assert [(o.plan, o.outcome, o.reason) for o in judge.outcomes("second_of_two_results_used", ("dp2",))] == [("dp2", "right", "")]
+
+
 @pytest.mark.pure
 def test_every_program_of_the_table_can_be_found() -> None:
     assert set(PROGRAMS_HERE) <= set(PROGRAMS)

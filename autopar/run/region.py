@@ -240,17 +240,18 @@ class _Noted(torch.autograd.Function):
 
 
 class _Reached(torch.autograd.Function):
-    """A result, from which a gradient reaches every parameter, and all that the region is given: of zeros to what this rank's samples do
-    not use. Ranks reduce the gradients of all parameters, whichever their samples use."""
+    """n results, from which a gradient reaches every parameter, and all that the region is given: of zeros to what this rank's samples do
+    not use. Ranks reduce the gradients of all parameters, whichever their samples use. values: the results, then the operands."""
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, *operands: Tensor) -> Tensor:
-        ctx.like = [(t.shape, t.dtype, t.device) for t in operands]
-        return result.view_as(result)
+    def forward(ctx: Any, n: int, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.like = [(t.shape, t.dtype, t.device) for t in values[n:]]
+        return tuple(result.detach() for result in values[:n])  # which may be written in place, as views may not
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return (grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like))
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return (None, *grads, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like))
 
 
 class _StandIn(torch.autograd.Function):
@@ -292,10 +293,11 @@ def region(
             "fixed capacity, or let the module that calls it compute what is done with these values"
         )
     trained = [t for t in (*state, *tensors) if t.requires_grad]
-    first = next((k for k, r in enumerate(results) if r.dtype.is_floating_point and grads[k]), None)
-    if first is None or not trained or not torch.is_grad_enabled():
+    differentiable = [k for k, r in enumerate(results) if (r.dtype.is_floating_point or r.dtype.is_complex) and grads[k]]
+    if not differentiable or not trained or not torch.is_grad_enabled():
         return results
-    return (*results[:first], _Reached.apply(results[first], *trained), *results[first + 1 :])
+    reached = dict(zip(differentiable, _Reached.apply(len(differentiable), *(results[k] for k in differentiable), *trained), strict=True))
+    return tuple(reached.get(k, r) for k, r in enumerate(results))
 
 
 def without_unreached(

@@ -136,6 +136,30 @@ def one_part_before_another_that_uses_nothing(compile: Compile) -> Results:
     return found | dict(_run(compile, Chained, "chosen.layers.0.weight"))
 
 
+class _EachPositive(nn.Module):
+    """What it is given, and a loss of each sample: a zero that depends on nothing for those that are not of class 0."""
+
+    def forward(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        none = torch.zeros((), dtype=z.dtype)
+        return z * 1.0, torch.stack([z[k].pow(2).mean() if int(y[k]) == 0 else none for k in range(len(z))])
+
+
+@program(KIND, plans=MORE)
+def second_of_two_results_used(compile: Compile) -> Results:
+    """Of what the submodule returns the loss uses the second alone, to which the samples of one rank give nothing."""
+
+    class Second(_Towered):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mined = _EachPositive()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            y = y.clamp(min=1) - (torch.arange(len(y)) == 1).long() * y.clamp(min=1)  # one sample is positive
+            return F.cross_entropy(self.logits(x), y) + self.mined(torch.tanh(self.tower(x)) * self.scale, y)[1].mean()
+
+    return _run(compile, Second, "tower.weight")
+
+
 @program(KIND, plans=MORE)
 def tower_that_the_loss_uses_too(compile: Compile) -> Results:
     """What the graph reads as well has a gradient in each step."""
