@@ -38,6 +38,7 @@ from autopar.run.autocast import ambient
 from autopar.run.closed import closed_tensors
 from autopar.run.condition import Condition
 from autopar.run.region import Applied, Place, Region, within
+from autopar.run.saved import Kept
 
 __all__ = ["Call", "Regions", "asked", "is_static"]
 
@@ -199,13 +200,14 @@ class Regions:
                 return apply(*args, **kwargs)
             lines[path], observed = running_line(), True
             try:
-                output, call = _observed(path, module, module.forward, args, kwargs, lines[path], self._names)
+                output, call = _observed(path, module, module.forward, args, kwargs, lines[path], self._names, keeps)
             finally:
                 observed = False
             self._note(path, call, found)
             return output
 
-        self._call_model(applied_by(noted))
+        with Kept() as keeps:
+            self._call_model(applied_by(noted))
         self.calls |= {path: calls for path, calls in found.items() if path not in self.refused}
         return {path: line for path, line in lines.items() if path in self.refused}
 
@@ -235,8 +237,8 @@ class Regions:
     def include_graph(self, path: str, graph: fx.GraphModule, given: Sequence[Tensor], line: str, *, no_grad: bool = False) -> bool:
         """Make a region of operators that are no submodule; whether they can be one. given: what they are called with. no_grad: whether
         they run with gradients off."""
-        with torch.set_grad_enabled(not no_grad), generators.kept():
-            call = _observed(path, graph, graph.forward, tuple(given), {}, line, {})[1]
+        with torch.set_grad_enabled(not no_grad), generators.kept(), Kept() as keeps:
+            call = _observed(path, graph, graph.forward, tuple(given), {}, line, {}, keeps)[1]
         if isinstance(call, str):
             self.refused[path] = call
             return False
@@ -260,7 +262,7 @@ class Regions:
 
         def watched(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
-                output, call = _observed(path, module, forward, args, kwargs, line, self._names, mode)
+                output, call = _observed(path, module, forward, args, kwargs, line, self._names, keeps, mode)
                 self._note(path, call, found)
                 return output
 
@@ -268,7 +270,8 @@ class Regions:
 
         forwards = {p: watched(p, m, m.forward) for p in paths if (m := self.model.get_submodule(p))}
         try:
-            self._call_model(forwards_replaced(forwards, self.model))
+            with Kept() as keeps:
+                self._call_model(forwards_replaced(forwards, self.model))
         except FAILURES as error:
             self._raised = f"\n  running it as it is written raises {type(error).__name__}: {first_line(error)}"
             return {}
@@ -395,10 +398,10 @@ def _beside_tensors(output: Any, read: bool) -> str:
 
 def _observed(
     path: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, line: str, names: Mapping[int, str],
-    mode: _Values | None = None,
+    keeps: Kept, mode: _Values | None = None,
 ) -> tuple[Any, Call | str]:  # fmt: skip
-    """What a submodule returns, and the call, or why it cannot be a region. names: of the model's tensors, by storage. mode: notes whether
-    its code takes values of tensors."""
+    """What a submodule returns, and the call, or why it cannot be a region. names: of the model's tensors, by storage. keeps: what autograd
+    keeps of the pass. mode: notes whether its code takes values of tensors."""
     given = tuple(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     copies = tuple(t.detach().clone() for t in given)
@@ -409,13 +412,13 @@ def _observed(
     known = held | {storage_of(t) for t in given}
     saved: dict[int, int] = {}
 
-    def pack(t: Tensor) -> Tensor:
+    def pack(t: Tensor) -> list[Tensor]:
         if storage_of(t) not in known:
             saved[storage_of(t)] = t.untyped_storage().nbytes()
-        return t
+        return keeps.pack(t)
 
     outside = Outside({storage: name for storage, name in names.items() if storage not in known})
-    kept = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    kept = torch.autograd.graph.saved_tensors_hooks(pack, keeps.unpack)
     own_backward: list[object] = [module] if isinstance(module, Applied) else []
     hooks: list[Callable[..., Any]] = []
 

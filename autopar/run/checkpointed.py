@@ -9,6 +9,8 @@ from typing import Any
 import torch.utils.checkpoint
 from torch import Tensor
 
+from autopar.run.saved import itself
+
 __all__ = ["functions_called", "not_kept_for_later", "without_checkpointing"]
 
 
@@ -18,11 +20,7 @@ def not_kept_for_later() -> contextlib.AbstractContextManager[object]:
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if top is None or top[0].__module__ != torch.utils.checkpoint.__name__:
         return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
+    return torch.autograd.graph.saved_tensors_hooks(itself, lambda kept: kept)
 
 
 @contextlib.contextmanager

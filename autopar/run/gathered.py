@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.run.buckets import Bucket, Computes, Gathering, Reduction, add_parts
+from autopar.run.saved import itself
 
 __all__ = ["GatheredWhereUsed", "Orders", "Units"]
 
@@ -142,7 +143,7 @@ class GatheredWhereUsed:
         # the weak reference keeps the address of a freed storage from being given to another
         found = self._gathered.get(tensor.untyped_storage()._cdata)
         if found is None or not self._as_made(tensor, found[1]):
-            return tensor
+            return itself(tensor)
         name = found[1]
         return Dropped(name, self._leaves[name]._version, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 

@@ -29,6 +29,7 @@ from autopar.run.manifest import Manifest, ParamSpec
 from autopar.run.mesh import Axis
 from autopar.run.parametrized import class_of, pickled
 from autopar.run.part import own_attributes
+from autopar.run.saved import with_graphs
 
 __all__ = ["REGION", "Applied", "AsAutograd", "Hooked", "Place", "Region", "region", "regions_of", "within", "without_unreached"]
 
@@ -98,7 +99,7 @@ class Region:
             named = zip(self.state, state, strict=True)
             noted = {f"module.{name}": self._noted(t, f"{self.handle}.{name}") for name, t in named}
             noted = _with_attributes(noted, self.module)
-            with under(self.autocast), without_checkpointing(), without_key_value_cache(self.module), as_one_process():
+            with under(self.autocast), without_checkpointing(), without_key_value_cache(self.module), as_one_process(), with_graphs():
                 returned = functional_call(_Forward(self.module), noted, args, kwargs, tie_weights=False)  # each name is in the state
         finally:
             for m, mode in zip(modules, before, strict=True):

@@ -1,0 +1,56 @@
+"""What a hook on saved tensors keeps. A hook that returns a tensor as it is, of what an operator keeps of its own results, has the operator
+keep the tensor and the tensor the operator, until a backward pass has run; where none ever does, nobody collects them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["Kept", "itself", "with_graphs"]
+
+_GRAPHS: ContextVar[bool] = ContextVar("what is saved is differentiated again", default=False)
+
+
+def itself(tensor: Tensor) -> Tensor:
+    """A tensor to be kept and given back, for first gradients."""
+    return tensor if _GRAPHS.get() else tensor.detach()
+
+
+@contextlib.contextmanager
+def with_graphs() -> Iterator[None]:
+    """Inside, code of the user's runs, which may differentiate gradients again within its forward: tensors are kept with their graph."""
+    token = _GRAPHS.set(True)
+    try:
+        yield
+    finally:
+        _GRAPHS.reset(token)
+
+
+class Kept:
+    """Tensors that autograd keeps for as long as a pass lasts that is run to be looked at. Use as a context, and `hooks` inside."""
+
+    def __init__(self) -> None:
+        self._holders: list[list[Tensor]] = []
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for holder in self._holders:
+            holder.clear()
+
+    def pack(self, tensor: Tensor) -> list[Tensor]:
+        """What is kept."""
+        self._holders.append([tensor])
+        return self._holders[-1]
+
+    @staticmethod
+    def unpack(holder: list[Tensor]) -> Tensor:
+        """RuntimeError after the pass."""
+        if not holder:
+            raise RuntimeError("backward() through a pass that was run to be looked at, and is over")
+        return holder[0]
