@@ -5,29 +5,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autopar.capture.answers import NONE, Answers
 from autopar.capture.applied import keeping_what_runs_again
 from autopar.capture.around import capturing, check_told, said_otherwise
 from autopar.capture.aside import sparse_buffers_aside
+from autopar.capture.assembled import program_of, with_flows
 from autopar.capture.autocast import with_casts
-from autopar.capture.batch import batch_size_of, batched_of
-from autopar.capture.blocks import find_blocks, without_lead
 from autopar.capture.border import TracedCall, check_border, observed, traced
 from autopar.capture.calls import Calls, Inputs, apart, copied, of_a_module, refuse_changing
 from autopar.capture.casts import cast_before_use
 from autopar.capture.causal import with_known_masks
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
-from autopar.capture.effects import changed_in_place
 from autopar.capture.fewer import TooMuchWork, captured_and_compared
 from autopar.capture.flops import work_of
 from autopar.capture.functionalize import functionalize
@@ -35,7 +32,7 @@ from autopar.capture.guards import Guards
 from autopar.capture.held import ABSENT
 from autopar.capture.hidden import Hidden, Seen, can_be_hidden
 from autopar.capture.hooked import refuse_left
-from autopar.capture.infer import Inference, Meta
+from autopar.capture.infer import Inference
 from autopar.capture.instances import NotRepeated, StandIns
 from autopar.capture.islands import with_islands
 from autopar.capture.labels import labels_in_rows
@@ -43,7 +40,6 @@ from autopar.capture.made import holding
 from autopar.capture.normalise import (
     as_reshapes,
     drops_randomness,
-    may_run_earlier,
     normalise,
     remove_dead,
     split_label_means,
@@ -53,21 +49,20 @@ from autopar.capture.normalise import (
 from autopar.capture.order import in_one_order
 from autopar.capture.own_gradients import OwnGradients, other_backward, own_gradients, runs_again
 from autopar.capture.picked import with_picks_of_samples
+from autopar.capture.refused import check_inputs, check_tensors
 from autopar.capture.regions import Regions
 from autopar.capture.repeats import Repeated, repeated
-from autopar.capture.routing import with_rows
 from autopar.capture.said import sayings_of
 from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.capture.without_data import on_meta
 from autopar.collector import held_back
 from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients, SparseGradients
-from autopar.ir import Buffer, Input, Op, Param, Program, TensorType, refs
-from autopar.region_paths import paths_of
+from autopar.ir import Buffer, Input, Param, Program, refs
 from autopar.run.asked import OF_GRADIENTS
 from autopar.run.autocast import Autocast
 from autopar.run.checkpointed import functions_called
-from autopar.run.inputs import Arguments, arguments_of, check_attributes, given_as, not_dense
+from autopar.run.inputs import Arguments, arguments_of, check_attributes, given_as
 from autopar.run.key_values import without_key_value_cache
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
@@ -196,19 +191,11 @@ def _captured(
     as_written: what runs as it is written. places: those of which the program gives the tensors that a call leaves there; without them,
     those that it could give are in `given`. beside: as of `capture`. asked_of: the example as the user gave it."""
     args, kwargs = example
-    if lazy := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]:
-        raise CaptureError(
-            f"{', '.join(lazy[:3])}{' and others' if len(lazy) > 3 else ''} of {type(model).__name__} get a shape in the first call\n"
-            f"  what to do: call the model once on a batch before compiling it"
-        )
-    _check_modules(model)
-    _check_leaves(type(model).__name__, example)
+    check_inputs(model, example)
     infer = Inference()
     with held_back():
         before = State.take(model, loss)
-        for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
-            _check_dense(type(model).__name__, fqn, tensor)
-        _check_buffers(model)
+        check_tensors(model)
         guards = Guards.take(model, loss, before)
         for leaf in _tensors(asked_of):
             check_attributes(leaf, guards.reads)
@@ -240,8 +227,8 @@ def _captured(
             whole, trace = trace, remove_dead(trace, tuple(value for _, value in mutations))
             if as_written is None and found.own_gradients and trains and not trace.metas[trace.loss].type.grad:
                 raise OtherGradients(f"gradients of {trace.name} go through {found.own_gradients[0]} alone, as it is written")
-            program = _program(as_reshapes(trace), mutations, trains=trains)
-            trace = _with_flows(trace, program)
+            program = program_of(as_reshapes(trace), mutations, trains=trains)
+            trace = with_flows(trace, program)
         _check_written(program, found.answers, dtype)
         check_told(program, told)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
@@ -428,109 +415,6 @@ def _with_stand_ins(
         raise NotRepeated("what is stood for changes something")
     labels_in_rows(found.exported.graph_module)
     return found, flatten(model, found.exported, start, regions, stand_ins)
-
-
-def _program(trace: Trace, mutations: tuple[tuple[str, str], ...], *, trains: bool) -> Program:
-    """The program of a trace. trains: its loss must depend on something that is trained, else CaptureError."""
-    ops = tuple(t.op for t in trace.ops)
-    types = _types(trace.metas)
-    ops = with_rows(ops, types, {trace.loss, *trace.returned, *(value for _, value in mutations)})
-    used = {o for op in ops for o in op.outputs if o is not None} | set(trace.given)
-    changed = {buffer for buffer, _ in mutations}
-    changed |= {buffer for op in ops for buffer in changed_in_place(op)}
-    if apart := next(((one, other) for one, other in trace.saved_apart if other in changed), None):
-        second, first = (next(b.fqn for b in trace.buffers if b.value == value) for value in apart)
-        raise CaptureError(
-            f"the forward changes the tensor of two buffers, {first} and {second}, of which only one is in the state_dict\n"
-            f"  what to do: register both with the same persistent="
-        )
-    buffers = tuple(dataclasses.replace(b, mutated=b.value in changed) for b in trace.buffers)
-    state: dict[str, object] = {p.value: ("param", p.trainable) for p in trace.params}
-    state |= {b.value: ("buffer", b.mutated) for b in buffers}
-    calls = [t.calls for t in trace.ops]
-    blocks = find_blocks(ops, calls, types, state)
-    if not blocks:
-        order, calls = without_lead(ops, calls, state, may_run_earlier)
-        moved = tuple(ops[i] for i in order)
-        blocks = find_blocks(moved, calls, types, state)
-        ops = moved if blocks else ops
-    if not trains and not types[trace.loss].grad:
-        types = _as_if_trained(ops, types)
-    if not types[trace.loss].grad:
-        raise CaptureError(
-            f"the loss of {trace.name} does not depend on any parameter or input that requires a gradient\n  what to do: "
-            + (
-                "check that no torch.no_grad or .detach() stands between parameters and loss"
-                if any(p.trainable for p in trace.params)
-                else "a plan is of training: freeze the model after it is compiled, by requires_grad_(False) of what compile returned"
-            )
-        )
-    batch, doubt = batch_size_of(ops, types, [i.value for i in trace.inputs])
-    return Program(
-        name=trace.name, inputs=trace.inputs, params=trace.params, buffers=buffers, ops=ops, loss=trace.loss,
-        outputs=tuple(dict.fromkeys(trace.returned)),
-        types={name: t for name, t in types.items() if name in used}, mutations=mutations, blocks=blocks,
-        constant_inputs=trace.constant_inputs, batch_size=batch, batched=batched_of(ops, types, [i.value for i in trace.inputs], batch),
-        notes=(*trace.notes, *doubt),
-    )  # fmt: skip
-
-
-def _with_flows(trace: Trace, program: Program) -> Trace:
-    """The trace whose regions know on which ways gradients come to what they are given."""
-    names = {p.value: p.fqn for p in program.params}
-    tensors = dict[str, Any](trace.tensors)
-    for handle, flow in paths_of(program).flows.items():
-        upstream = tuple((tuple(names[v] for v in leaves if v in names), handles) for leaves, handles in flow.operands)
-        tensors[handle] = dataclasses.replace(tensors[handle], handle=handle, direct=flow.direct, upstream=upstream)
-    return dataclasses.replace(trace, tensors=tensors)
-
-
-def _as_if_trained(ops: Sequence[Op], types: Mapping[str, TensorType]) -> dict[str, TensorType]:
-    """With every floating result as one that has a gradient, as what crosses from one stage to the next must be."""
-    made = {o for op in ops for o in op.outputs if o is not None and types[o].dtype.is_floating_point}
-    return {name: dataclasses.replace(t, grad=True) if name in made else t for name, t in types.items()}
-
-
-def _types(metas: Mapping[str, Meta]) -> dict[str, TensorType]:
-    """The types of values, equal ones being one object, which takes less to compare."""
-    known: dict[TensorType, TensorType] = {}
-    types = {key: known.setdefault(t, t) for key, t in ((key, meta.type) for key, meta in {id(m): m for m in metas.values()}.items())}
-    return {name: types[id(meta)] for name, meta in metas.items()}
-
-
-def _check_leaves(name: str, inputs: Inputs) -> None:
-    for path, leaf in pytree.tree_leaves_with_path(inputs):
-        if not (leaf is None or isinstance(leaf, torch.Tensor) or type(leaf) in (bool, int, str) or isinstance(leaf, float)):
-            raise CaptureError(
-                f"input {'.'.join(map(str, leaf_path(path)))} of {name} is a {type(leaf).__name__}, and a program is given tensors, "
-                f"numbers, strings, and tuples, lists and dicts of these\n  what to do: give the model what stands in it (mode.value, "
-                f"vars(options), torch.as_tensor(array)), or keep it in an attribute of the model, which is watched"
-            )
-        if isinstance(leaf, torch.Tensor):
-            _check_dense(name, f"input {'.'.join(map(str, leaf_path(path)))}", leaf)
-
-
-def _check_modules(model: nn.Module) -> None:
-    """CaptureError for modules of TorchScript, whose parameters are not Python's."""
-    if scripted := [name or "itself" for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]:
-        raise CaptureError(
-            f"{scripted[0]} of {type(model).__name__} is a module of TorchScript, into which a graph does not look\n  what to do: give the "
-            f"model the module that torch.jit.script was given; functions of TorchScript may stay"
-        )
-
-
-def _check_buffers(model: nn.Module) -> None:
-    """CaptureError for a buffer that is trained: gradients are of parameters and of inputs."""
-    if trained := [name for name, buffer in model.named_buffers() if buffer.requires_grad and buffer.is_leaf]:
-        raise CaptureError(
-            f"the buffer {trained[0]} of {type(model).__name__} requires a gradient, which a program has of parameters and inputs alone\n"
-            f"  what to do: make it a parameter (nn.Parameter), or register it detached"
-        )
-
-
-def _check_dense(name: str, what: str, tensor: torch.Tensor) -> None:
-    if lies := not_dense(tensor):
-        raise CaptureError(f"{what} of {name} is a {lies[0]} tensor, and a program is of dense ones\n  what to do: {lies[1]}")
 
 
 def _beside(model: nn.Module, inputs: Inputs) -> Inputs:
