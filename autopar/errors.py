@@ -30,6 +30,10 @@ class DependsOnValues(CaptureError):
     """A size or an argument in the graph is a number that values of tensors decide."""
 
 
+class BufferMade(CaptureError):
+    """A call gives a buffer another shape, or dtype, than it has."""
+
+
 class OtherGradients(CaptureError):
     """The model's code has gradients of its own, or asks for some, which no graph of operators shows."""
 

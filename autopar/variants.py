@@ -143,6 +143,8 @@ class Variants:
             here = buffers.get(buffer.name)
             if not buffer.constant and (here is None or here.layouts != buffer.layouts):
                 raise PlanError(f"{buffer.name} would have to lie otherwise than it does")
+            if not buffer.constant and here is not None and here.shape != buffer.shape:
+                raise PlanError(f"{buffer.name} has the shape {list(here.shape)}, and would have {list(buffer.shape)}")
 
 
 def _compute_the_same(one: Program, other: Program) -> bool:

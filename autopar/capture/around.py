@@ -160,7 +160,7 @@ def as_called(inputs: object = None, *, checkpointed: bool = False) -> Iterator[
 @contextlib.contextmanager
 def _given_its_own() -> Iterator[None]:
     """Inside, x.set_(x) does nothing, where it counts as a write that no graph can hold."""
-    own = torch.Tensor.set_
+    own, before = torch.Tensor.set_, vars(torch.Tensor).get("set_")
 
     def given(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return tensor if len(args) == 1 and args[0] is tensor and not kwargs else own(tensor, *args, **kwargs)
@@ -169,7 +169,10 @@ def _given_its_own() -> Iterator[None]:
     try:
         yield
     finally:
-        del torch.Tensor.set_
+        if before is None:
+            del torch.Tensor.set_
+        else:  # a capture within another
+            torch.Tensor.set_ = before  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from autopar.capture.conditions import Truths, chooses_a_kernel, is_only_kept, m
 from autopar.capture.known import with_known_values
 from autopar.capture.source import in_library, running_line
 from autopar.capture.written_out import WRITTEN_OUT
-from autopar.errors import CaptureError
+from autopar.errors import BufferMade, CaptureError
 from autopar.run.part import is_part, local
 
 __all__ = ["Ask", "AtTheBorder", "Registries", "follow", "storage_of"]
@@ -113,7 +113,7 @@ class Registries:
 def _check_assigned(path: str, old: torch.Tensor, new: torch.Tensor | None, names: int) -> None:
     found = "nothing" if new is None else f"{_type(new)}"
     if new is None or new.shape != old.shape or new.dtype != old.dtype:
-        raise CaptureError(
+        raise (CaptureError if new is None else BufferMade)(
             f"the forward makes the buffer {path}, which is {_type(old)}, {found}\n  what to do: keep the shape and dtype of a buffer, "
             f"and write where a mask or an index says; where the first call gives it its shape, call the model once before compiling it, "
             f"and give it batches of that size; for a table that grows with the batch, once on the largest one"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -53,11 +54,12 @@ from autopar.capture.refused import check_inputs, check_tensors
 from autopar.capture.regions import Regions
 from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.said import sayings_of
+from autopar.capture.shaped import as_a_call_leaves_it
 from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten, leaf_path
 from autopar.capture.without_data import on_meta
 from autopar.collector import held_back
-from autopar.errors import CaptureError, DependsOnValues, NoLoss, OtherGradients, SparseGradients
+from autopar.errors import BufferMade, CaptureError, DependsOnValues, NoLoss, OtherGradients, SparseGradients
 from autopar.ir import Buffer, Input, Param, Program, refs
 from autopar.run.asked import OF_GRADIENTS
 from autopar.run.autocast import Autocast
@@ -147,7 +149,11 @@ def _captured_and_checked(
         return _captured(model, example, loss, dtype=dtype, **how, **more)
 
     def once(example: Inputs, **more: Any) -> Captured:
-        found = at_once(example, **more)
+        try:
+            found = at_once(example, **more)
+        except BufferMade as error:
+            begun = functools.partial(at_once, example, **more)
+            return as_a_call_leaves_it(model, loss, inputs_in(dtype, example), begun, dtype=dtype, error=error)
         if not found.made:
             return found
         with holding(model, found.made):
@@ -380,7 +386,7 @@ def _traced(
             trace = flatten(model, found.exported, start, regions)
             first = None  # whose traceback holds this frame, and tensors
             return found, trace
-        except (NoLoss, OtherGradients, SparseGradients):
+        except (BufferMade, NoLoss, OtherGradients, SparseGradients):
             raise
         except CaptureError as error:
             first = first or error

@@ -1,0 +1,74 @@
+"""Buffers of no state_dict that a call gives another shape than they had: tables of positions, the membranes of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autopar.capture.around import as_called
+from autopar.capture.calls import Inputs, copied, left_as_it_was, seeded
+from autopar.capture.export import objective_of
+from autopar.capture.made import holding, in_the_state
+from autopar.errors import BufferMade
+from autopar.ir import Program, refs
+from autopar.run.precision import computing_in
+
+__all__ = ["as_a_call_leaves_it"]
+
+Loss = Callable[[Any], Tensor] | None
+
+
+class _Captured(Protocol):
+    @property
+    def program(self) -> Program: ...
+
+
+Found = TypeVar("Found", bound=_Captured)
+
+
+def as_a_call_leaves_it(
+    model: nn.Module, loss: Loss, inputs: Inputs, captured: Callable[[], Found], *, dtype: torch.dtype | None, error: BufferMade
+) -> Found:
+    """What is captured of a model as its first call leaves it, with buffers in the shapes of its batch: tables, and states that a call
+    begins anew. Raises the error where there is no data, where the first call computes anything else than the next, or where what it
+    leaves there is read. dtype: as of `capture`; inputs: in it."""
+    tensors = (*model.parameters(), *model.buffers(), *(x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)))
+    if any(t.is_meta for t in tensors):
+        raise error
+    with computing_in(dtype, model):
+        made, first = _made_by_a_call(model, loss, inputs)
+        if not made:
+            raise error
+        with holding(model, made):
+            again, second = _made_by_a_call(model, loss, inputs)
+    if again or not torch.equal(first, second):
+        raise error
+    with holding(model, made):
+        found = captured()
+    if _reads(found.program, made):
+        raise error
+    return found
+
+
+def _made_by_a_call(model: nn.Module, loss: Loss, inputs: Inputs) -> tuple[dict[str, Tensor], Tensor]:
+    """The buffers of no state_dict to which a call gives another shape or dtype, by name, and its loss. The model is left as it was."""
+    saved, before = in_the_state(model), dict(model.named_buffers(remove_duplicate=False))
+    with left_as_it_was(model, loss), seeded(0), torch.enable_grad(), as_called(inputs):
+        args, kwargs = copied(inputs)
+        result, _ = objective_of(model(*args, **kwargs), loss, None)
+        after = model.named_buffers(remove_duplicate=False)
+        made = {n: b for n, b in after if n in before and n not in saved and (b.shape, b.dtype) != (before[n].shape, before[n].dtype)}
+        return {name: b.detach().clone() for name, b in made.items()}, result.detach().clone()
+
+
+def _reads(program: Program, made: Mapping[str, Tensor]) -> bool:
+    """Whether a program reads the values of buffers of these names that it writes to: those that the first call leaves are of its batch."""
+    written = {b.value for b in program.buffers if b.fqn in made and b.mutated}
+    return any(not written.isdisjoint(refs(op)) for op in program.ops if op.target not in _OF_SHAPES)
+
+
+_OF_SHAPES = {f"aten.{name}_like.default" for name in ("zeros", "ones", "full", "empty", "rand", "randn")}
