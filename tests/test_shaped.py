@@ -102,6 +102,23 @@ def test_a_first_call_that_computes_something_else_is_refused() -> None:
 
 
 @pytest.mark.fake
+@pytest.mark.parametrize("classes", [False, True])
+def test_a_scale_of_the_first_batch_is_refused(classes: bool) -> None:
+    """The loop's first batch may be another one than the example."""
+
+    class Scaled(Tabled):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table.numel() == 1:
+                self.table = F.one_hot(x[:, 0], 8).to(self.slope) if classes else x.std(dim=(0, 1)).detach()
+            h = self.last(torch.tanh(self.first(x.to(self.slope) if not classes else F.one_hot(x, 8).to(self.slope))))
+            return (h.mean(1) @ torch.ones_like(h[0, 0]) * self.table.sum(-1)).square().mean()
+
+    x = torch.arange(40).view(8, 5) % 8 if classes else batch()
+    with pytest.raises(BufferMade):
+        capture(Scaled(), (x,))
+
+
+@pytest.mark.fake
 def test_nothing_can_be_told_without_data() -> None:
     with torch.device("meta"):
         model, x = Tabled(), torch.randn(8, 5, 8)

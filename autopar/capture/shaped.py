@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -35,7 +35,7 @@ def as_a_call_leaves_it(
 ) -> Found:
     """What is captured of a model as its first call leaves it, with buffers in the shapes of its batch: tables, and states that a call
     begins anew. Raises the error where there is no data, where the first call computes anything else than the next, or where what it
-    leaves there is read. dtype: as of `capture`; inputs: in it."""
+    leaves there is read and is of the values of its batch. dtype: as of `capture`; inputs: in it."""
     tensors = (*model.parameters(), *model.buffers(), *(x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)))
     if any(t.is_meta for t in tensors):
         raise error
@@ -45,13 +45,19 @@ def as_a_call_leaves_it(
             raise error
         with holding(model, made):
             again, second = _made_by_a_call(model, loss, inputs)
-    if again or not torch.equal(first, second):
-        raise error
+        if again or not torch.equal(first, second):
+            raise error
+        others, _ = _made_by_a_call(model, loss, pytree.tree_map_only(Tensor, _other_values, inputs))
     with holding(model, made):
         found = captured()
-    if _reads(found.program, made):
+    of_its_batch = {name for name, b in made.items() if name not in others or not torch.equal(b, others[name])}
+    if _reads(found.program, made, of_its_batch):
         raise error
     return found
+
+
+def _other_values(x: Tensor) -> Tensor:
+    return (0.5 * x + 0.25 if x.is_floating_point() else x.flip(0) if x.dim() else x).detach()
 
 
 def _made_by_a_call(model: nn.Module, loss: Loss, inputs: Inputs) -> tuple[dict[str, Tensor], Tensor]:
@@ -65,10 +71,10 @@ def _made_by_a_call(model: nn.Module, loss: Loss, inputs: Inputs) -> tuple[dict[
         return {name: b.detach().clone() for name, b in made.items()}, result.detach().clone()
 
 
-def _reads(program: Program, made: Mapping[str, Tensor]) -> bool:
-    """Whether a program reads the values of buffers of these names that it writes to: those that the first call leaves are of its batch."""
-    written = {b.value for b in program.buffers if b.fqn in made and b.mutated}
-    return any(not written.isdisjoint(refs(op)) for op in program.ops if op.target not in _OF_SHAPES)
+def _reads(program: Program, made: Collection[str], of_its_batch: Collection[str]) -> bool:
+    """Whether a program reads the values of buffers of these names that it writes to, or that are of one batch."""
+    values = {b.value for b in program.buffers if b.fqn in made and (b.mutated or b.fqn in of_its_batch)}
+    return any(not values.isdisjoint(refs(op)) for op in program.ops if op.target not in _OF_SHAPES)
 
 
 _OF_SHAPES = {f"aten.{name}_like.default" for name in ("zeros", "ones", "full", "empty", "rand", "randn")}
