@@ -119,6 +119,20 @@ def test_a_scale_of_the_first_batch_is_refused(classes: bool) -> None:
 
 
 @pytest.mark.fake
+def test_a_table_of_the_first_weights_is_refused() -> None:
+    """Weights may be loaded after compile."""
+
+    class Weighed(Tabled):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table.numel() == 1:
+                self.table = self.first.weight.detach().abs().sum(0)
+            return self.last(torch.tanh(self.first(x)) * self.table).square().mean()
+
+    with pytest.raises(BufferMade):
+        capture(Weighed(), (batch(),))
+
+
+@pytest.mark.fake
 def test_nothing_can_be_told_without_data() -> None:
     with torch.device("meta"):
         model, x = Tabled(), torch.randn(8, 5, 8)
