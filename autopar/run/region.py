@@ -6,6 +6,7 @@ differentiates what it runs.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import pickle
 import sys
@@ -74,7 +75,7 @@ class Region:
         kind = type(self.module).__name__
         return kind if not self.path else self.path if isinstance(self.module, Applied) else f"{self.path} ({kind})"
 
-    @property
+    @functools.cached_property
     def notes(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
         """Of what it is noted whether a gradient comes to it, by a name of its own: the parameters and the regions that lead there."""
         operands = {f"{self.handle}[{k}]": found for k, found in enumerate(self.upstream)}
