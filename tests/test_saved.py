@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -65,12 +65,20 @@ class Chosen(nn.Linear):
         return torch.tanh(super().forward(x)) * (1 + int(x[0, 0] > 0))
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[: 2 + int(x[0, 0] > 9)])[0].sum(0) + x
+
+
 class Net(nn.Module):
-    def __init__(self, regions: bool = False) -> None:
+    def __init__(self, last: nn.Module | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        last = Chosen(8, 8) if regions else nn.Linear(8, 8)
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), last)
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), last or nn.Linear(8, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.layers(x)).square().mean()
@@ -82,9 +90,10 @@ def with_a_graph() -> int:
 
 
 @pytest.mark.pure
-def test_capture_keeps_nothing_of_the_passes_that_it_looks_at() -> None:
-    before = with_a_graph()
-    assert any(op.target == "autopar.L.region" for op in capture(Net(regions=True), (torch.randn(4, 8),)).program.ops)
+@pytest.mark.parametrize("part", [lambda: Chosen(8, 8), Recurrent])
+def test_capture_keeps_nothing_of_the_passes_that_it_looks_at(part: Callable[[], nn.Module]) -> None:
+    before, model = with_a_graph(), Net(part())
+    assert any(op.target == "autopar.L.region" for op in capture(model, (torch.randn(4, 8),)).program.ops)
     assert with_a_graph() == before
 
 

@@ -105,6 +105,8 @@ class Region:
         finally:
             for m, mode in zip(modules, before, strict=True):
                 m.training = mode
+                if isinstance(m, nn.RNNBase):
+                    _let_go(m)
         known = {t.untyped_storage()._cdata for t in tensors}
         found = (x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor))
         return tuple(x.clone() if x.untyped_storage()._cdata in known else x for x in found)
@@ -223,6 +225,12 @@ def _with_attributes(given: dict[str, Tensor], module: nn.Module) -> dict[str, T
             given[name] = given[name].view_as(given[name])
             vars(given[name]).update(attributes)
     return given
+
+
+def _let_go(layer: nn.RNNBase) -> None:
+    """A recurrent layer lists the weights that it was last called with, until it is called again: its own, from here on."""
+    for name, weight in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
+        setattr(layer, name, weight)
 
 
 class _Noted(torch.autograd.Function):
