@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,16 +16,15 @@ from autopar.planner import Pins, Plan, complete
 from autopar.planner.names import named_as
 from autopar.reference import Errors, Reference, errors_of, reference
 from autopar.render import load
-from autopar.rounding import rounding_of
+from autopar.rounding import is_as_far, rounding_of
 from autopar.run import WorkerPool
 from autopar.run.manifest import Manifest
 from autopar.verify_rank import Call, Form, Found, Task, train_on_rank
 from cost_models.cluster import Cluster, load_cluster
 
-__all__ = ["AS_FAR", "Reference", "Report", "TOLERANCE", "reference", "verify", "verify_plan", "with_rounding"]
+__all__ = ["Reference", "Report", "TOLERANCE", "reference", "verify", "verify_plan", "with_rounding"]
 
 TOLERANCE = 1e-9
-AS_FAR = 10.0  # one order of sums may be that much less lucky than the moved weights of a few runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +55,7 @@ class Report(Errors):
         if self.rounding is None or not self.copies_equal:
             return False
         moved, own = self.rounding.by_kind(), self.by_kind()
-        return bool(self.beyond) and all(math.isfinite(own[k]) and own[k] <= AS_FAR * moved.get(k, 0.0) for k in self.beyond)
+        return bool(self.beyond) and all(is_as_far(own[k], moved.get(k, 0.0)) for k in self.beyond)
 
 
 def verify_plan(ref: Reference, plan: Plan, pool: WorkerPool, *, timeout_s: float | None = 300.0) -> Report:

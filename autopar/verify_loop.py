@@ -7,7 +7,6 @@ sides run in float64 without dropout, as in `autopar.verify`; each rank must ret
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,10 +21,10 @@ from autopar.compiler import compile as compile_
 from autopar.errors import VerificationError
 from autopar.planner import Pins, Plan
 from autopar.reference import as_float64, without_dropout
-from autopar.rounding import RUNS, move
+from autopar.rounding import RUNS, is_as_far, move
 from autopar.run import WorkerPool
 from autopar.targets import load_object, load_target
-from autopar.verify import AS_FAR, TOLERANCE
+from autopar.verify import TOLERANCE
 
 __all__ = ["LoopReport", "verify_loop"]
 
@@ -51,7 +50,7 @@ class LoopReport:
     @property
     def within_rounding(self) -> bool:
         """The error is over the tolerance, and rounding alone moves the original about as far: nothing can be told from it."""
-        return not self.ok and self.rounding is not None and math.isfinite(self.error) and self.error <= AS_FAR * self.rounding
+        return not self.ok and self.rounding is not None and is_as_far(self.error, self.rounding)
 
 
 def verify_loop(
