@@ -114,11 +114,8 @@ class Region:
     def _noted(self, t: Tensor, name: str) -> Tensor:
         if not t.requires_grad or not torch.is_grad_enabled():
             return t
-        if t.is_leaf:
-            found: Tensor = _Noted.apply(t, self.reached, name)
-            return found
-        noted, reached = t.view_as(t), self.reached  # the module may write to it
-        noted.register_hook(lambda grad: None if grad is None else reached.add(name))
+        noted, reached = t.view_as(t), self.reached  # a view: the module may write to it
+        noted.register_hook(lambda grad: None if grad is None else reached.add(name))  # None of a function that gives none
         return noted
 
     def __reduce__(self) -> tuple[Callable[..., Region], tuple[Any, ...]]:
@@ -231,22 +228,6 @@ def _let_go(layer: nn.RNNBase) -> None:
     """A recurrent layer lists the weights that it was last called with, until it is called again: its own, from here on."""
     for name, weight in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
         setattr(layer, name, weight)
-
-
-class _Noted(torch.autograd.Function):
-    """A leaf, of which it is noted whether a gradient comes to it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, reached: set[str], name: str) -> Tensor:
-        ctx.reached, ctx.name = reached, name
-        ctx.set_materialize_grads(False)  # of None, which a function of the user's may return, there would be zeros
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
-        if grad is not None:
-            ctx.reached.add(ctx.name)
-        return grad, None, None
 
 
 class _Reached(torch.autograd.Function):
