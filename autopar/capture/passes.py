@@ -152,7 +152,7 @@ def _captured_and_checked(
         try:
             found = at_once(example, **more)
         except BufferMade as error:
-            begun = functools.partial(at_once, example, **more)
+            begun = functools.partial(once, example, **more)
             return as_a_call_leaves_it(model, loss, inputs_in(dtype, example), begun, dtype=dtype, error=error)
         if not found.made:
             return found

@@ -31,7 +31,8 @@ def with_graphs() -> Iterator[None]:
 
 
 class Kept:
-    """Tensors that autograd keeps for as long as a pass lasts that is run to be looked at. Use as a context, and `hooks` inside."""
+    """Tensors that autograd keeps for as long as a pass lasts that is run to be looked at. Use as a context, with `pack` and
+    `unpack` as the hooks."""
 
     def __init__(self) -> None:
         self._holders: list[list[Tensor]] = []
