@@ -76,6 +76,22 @@ def test_the_program_has_what_the_first_call_leaves(model: nn.Module, name: str,
 
 
 @pytest.mark.fake
+def test_beside_a_buffer_that_the_first_call_makes() -> None:
+    class Both(Tabled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("ones", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.ones is None:
+                self.ones = torch.ones(8)
+            return super().forward(x * self.ones)
+
+    found = capture(Both(), (batch(),))
+    assert sorted(b.fqn or "" for b in found.program.buffers) == ["ones", "table"] and not found.made
+
+
+@pytest.mark.fake
 @pytest.mark.parametrize("options", [{"resets": False}, {"persistent": True}], ids=str)
 def test_states_that_go_on_or_are_saved_are_refused(options: dict[str, bool]) -> None:
     with pytest.raises(BufferMade, match=r"makes the buffer membrane[\s\S]*call the model once"):
