@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -452,13 +454,84 @@ def takes_from_an_iterator(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) * next(m.cache)
 
 
+def numbers() -> Iterator[float]:
+    """Its variables are the same after each step, and a list is gone through."""
+    while True:
+        yield from [1.0, 1.0, 1.0]
+
+
+def in_a_queue() -> Callable[[], float]:
+    queue = SimpleQueue[float]()
+    for _ in range(9):
+        queue.put(1.0)
+    return queue.get
+
+
+ITERATORS: dict[str, Callable[[], Any]] = {
+    "cycle": lambda: itertools.cycle([1.0, 1.0]),
+    "cycle, gone round": lambda: (found := itertools.cycle([1.0, 1.0]), next(found), next(found))[0],
+    "list": lambda: iter([1.0] * 9),
+    "range": lambda: iter(range(1, 9)),
+    "dict": lambda: iter({1.0: 0, 1.5: 0, 2.0: 0, 2.5: 0}),
+    "array": lambda: iter(numpy.ones(9)),
+    "expression": lambda: (1.0 for _ in range(9)),
+    "generator": numbers,
+    "map": lambda: map(abs, [1.0] * 9),
+    "zip": lambda: map(sum, zip(numbers(), itertools.repeat(0.0))),
+    "slice": lambda: itertools.islice(numbers(), 9),
+}
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_iterators_that_the_forward_takes_from_are_refused(device: str) -> None:
-    for made in (itertools.cycle([1.0, 2.0]), iter([1.0, 2.0, 3.0, 4.0]), (k / 2 for k in range(9))):
-        model, inputs = build(takes_from_an_iterator, device)
-        model.cache = made
-        with pytest.raises(CaptureError, match="cache is an iterator|the captured program's loss is"):
-            capture(model, inputs)
+@pytest.mark.parametrize("what", ITERATORS)
+def test_iterators_that_the_forward_takes_from_are_refused(what: str, device: str) -> None:
+    """All of them give the same number in each call: what they compute tells nothing."""
+    model, inputs = build(takes_from_an_iterator, device)
+    model.cache = ITERATORS[what]()
+
+    with pytest.raises(CaptureError, match=r"cache from iterator \(.*\) to another iterator"):
+        capture(model, inputs)
+    model.fn = lambda m, x: m.linear(x) * (1.0 if m.cache is not None else 2.0)
+    assert capture(model, inputs).guards is not None
+
+
+@pytest.mark.parametrize("made", [lambda: itertools.cycle([1.0, 1.0]).__next__, in_a_queue], ids=["next", "queue"])
+def test_methods_of_iterators_and_queues_are_followed(made: Callable[[], Callable[[], float]]) -> None:
+    model, inputs = build(lambda m, x: m.linear(x) * m.cache())
+    model.cache = made()
+    with pytest.raises(CaptureError, match=r"cache.__self__ from (iterator \(cycle\)|queue of \d)"):
+        capture(model, inputs)
+
+
+def test_an_iterator_that_does_not_tell_how_far_it_is_is_refused_where_it_can_be_reached() -> None:
+    model, inputs = build(takes_from_an_iterator)
+    model.cache = itertools.pairwise(itertools.repeat(1.0))
+    model.fn = lambda m, x: m.linear(x) * next(m.cache)[0]
+    with pytest.raises(CaptureError, match="cache is an iterator .* does not tell"):
+        capture(model, inputs)
+    model.fn = lambda m, x: m.linear(x)
+    assert capture(model, inputs).guards is not None
+
+
+DRAWS: dict[str, Callable[[], Callable[[], float]]] = {
+    "random.Random": lambda: random.Random(0).random,
+    "generator of numpy": lambda: numpy.random.default_rng(0).random,
+    "twister of numpy": lambda: numpy.random.Generator(numpy.random.MT19937(0)).random,
+    "older one of numpy": lambda: numpy.random.RandomState(0).rand,
+    "bits of numpy": lambda: numpy.random.PCG64(0).random_raw,
+}
+
+
+@pytest.mark.parametrize("what", DRAWS)
+def test_generators_that_the_forward_draws_from_are_refused(what: str) -> None:
+    model, inputs = build(lambda m, x: m.linear(x) * (1.0 if m.cache() >= 0 else 2.0))
+    model.cache = DRAWS[what]()
+    with pytest.raises(CaptureError, match=r"cache.__self__ from random generator to another"):
+        capture(model, inputs)
+    random_one = model.cache.__self__
+    model.cache, model.fn = random_one, lambda m, x: m.linear(x) * (1.0 if m.cache is not None else 2.0)
+    guards = capture(model, inputs).guards
+    assert guards is not None and guards.changed() is None
 
 
 def test_an_alias_of_a_buffer_is_not_parted() -> None:

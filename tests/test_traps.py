@@ -34,7 +34,7 @@ PROGRAMS_HERE = (
     "methods_of_the_root_overridden", "momentum_contrast", "noise_in_new_tensors_of_its_size", "none_in_place_of_a_default",
     "norms_of_two_views", "one_norm_of_two_views", "one_part_before_another_that_uses_nothing", "one_tensor_in_the_example_alone",
     "optimizer_before_compile", "original_called_in_training_mode", "outputs_in_a_dict_with_attributes", "outputs_in_a_namespace",
-    "own_weight_as_an_input", "padding_pooled_in_evaluation", "parameter_left_in_a_global", "parameter_that_a_function_gives_no_gradient",
+    "own_weight_as_an_input", "padding_pooled_in_evaluation", "pattern_that_the_loop_goes_through", "parameter_left_in_a_global", "parameter_that_a_function_gives_no_gradient",
     "parameters_cast_for_a_function", "parametrised_in_each_call", "parts_of_a_sequence", "pointer_into_a_queue", "property_over_a_slot",
     "rates_tried_and_put_back", "recurrent_of_several_lengths", "reference_without_adapters", "rows_bounded_by_the_layer",
     "running_mean_under_two_names", "samples_repeated", "scale_annealed_from_one", "shift_noted_on_a_table", "sizes_and_names_left",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -192,15 +193,16 @@ def check_border(
     else:
         written = calls.written
         _clear_traced(start.reached.caches)
+    files: tuple[type, ...] = (io.IOBase,) if checked else ()
+    iterators = [(path, x.value) for path, x in start.leaves.items() if isinstance(x, Opaque) and isinstance(x.value, Iterator)]
+    for path, value in iterators:
+        if (path.rpartition(".")[2] in start.reached.names or " " in path) and not isinstance(value, files):
+            raise CaptureError(
+                f"{path} is an iterator ({describe(start.leaves[path])}) that does not tell how far it has got: whether calls of "
+                f"{trace.name} take from it cannot be seen\n  what to do: let the loop take from it, and give the forward what it took; "
+                f"keep no iterator where the forward can reach it"
+            )
     if not checked:
-        iterators = [path for path, x in start.leaves.items() if isinstance(x, Opaque) and isinstance(x.value, Iterator)]
-        for path in iterators:
-            if path.rpartition(".")[2] in start.reached.names or " " in path:
-                raise CaptureError(
-                    f"{path} is an iterator ({describe(start.leaves[path])}), and whether calls of {trace.name} take from it cannot be "
-                    f"seen without data\n  what to do: capture with real (not meta) tensors, or keep no iterator where the forward can "
-                    f"reach it"
-                )
         flags = [c for c in found.changes if isinstance(c.before, bool) and isinstance(c.after, bool)]
         if flags:
             raise CaptureError(

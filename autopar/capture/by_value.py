@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import gc
 import io
 import itertools
 import queue
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from autopar.capture.held import Value, is_plain
+from autopar.capture.positions import is_iterator, position_of
 
 __all__ = ["Mark", "by_value", "changes_in_place", "mark_of"]
 
@@ -41,9 +43,25 @@ def _held_by(tensor: torch.Tensor) -> bytes | None:
 
 
 def changes_in_place(value: object) -> bool:
-    """Whether what by_value gives of an object may be another while the object is the same. Generators apart: a forward that draws from
-    one is refused."""
-    return not isinstance(value, random.Random | torch.Generator | itertools.count)
+    """Whether what by_value gives of an object may be another while the object is the same. Generators and iterators apart: a forward that
+    draws from one is refused."""
+    return not (isinstance(value, random.Random | torch.Generator | itertools.count) or is_iterator(value) or _of_numpy(value) is not None)
+
+
+def _of_numpy(value: Any) -> Any:
+    """The state of a random generator of numpy; None of anything else."""
+    if not type(value).__module__.startswith("numpy.random"):
+        return None
+    if isinstance(state := getattr(getattr(value, "bit_generator", value), "state", None), dict):
+        return _as_bytes(state)  # of a Generator, and of what it draws its bits from
+    return _as_bytes(value.get_state()) if hasattr(value, "get_state") else None
+
+
+def _as_bytes(state: Any) -> Any:
+    """The same with bytes in the place of arrays."""
+    if isinstance(state, dict | tuple):
+        return tuple(map(_as_bytes, state.items() if isinstance(state, dict) else state))
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 def by_value(value: Any) -> Value | None:
@@ -55,9 +73,16 @@ def by_value(value: Any) -> Value | None:
             return Value("random generator", value.get_state().cpu().numpy().tobytes())
     if isinstance(value, itertools.count):
         return Value(repr(value), repr(value))
+    if is_iterator(value):
+        return position_of(value, by_value)
+    if (state := _of_numpy(value)) is not None:
+        return Value("random generator", state)
     if isinstance(value, queue.Queue):
         with value.mutex:
             return Value(f"queue of {len(value.queue)}", tuple(x if is_plain(x) else id(x) for x in value.queue))
+    if isinstance(value, queue.SimpleQueue):
+        size, held = value.qsize(), next((x for x in gc.get_referents(value) if isinstance(x, list)), [])
+        return Value(f"queue of {size}", (size, *(x if is_plain(x) else id(x) for x in held[len(held) - size :])))
     if isinstance(value, threading.Event):
         return Value(f"event that is {'' if value.is_set() else 'not '}set", value.is_set())
     if isinstance(value, io.StringIO | io.BytesIO) and not value.closed:

@@ -10,7 +10,16 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from contextvars import ContextVar
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    SimpleNamespace,
+)  # fmt: skip
 from typing import Any
 
 import torch
@@ -35,7 +44,7 @@ TABLES = frozenset((*REGISTRIES, *HOOKS, *_OTHER_TABLES))
 _APART = TABLES | {"training"}  # attributes of a module that are no leaves
 _NOT_WATCHED = tuple(table for table in _OTHER_TABLES if table not in WATCHED_HOOKS)
 CODE = (
-    FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, LruCache, functools.partial, torch._ops.OpOverload,
+    FunctionType, BuiltinFunctionType, MethodType, MethodWrapperType, ModuleType, type, LruCache, functools.partial, torch._ops.OpOverload,
     torch._ops.OpOverloadPacket, property, staticmethod, classmethod, functools.cached_property, weakref.ref,
 )  # fmt: skip
 _NAMESPACES = (SimpleNamespace, threading.local)
@@ -201,7 +210,7 @@ class Walk:
         elif isinstance(value, weakref.ref):
             if (target := value()) is not None:
                 self.visit(f"{path}()", target, depth - 1)
-        elif isinstance(value, (MethodType, BuiltinFunctionType)):
+        elif isinstance(value, (MethodType, BuiltinFunctionType, MethodWrapperType)):
             if not isinstance(value.__self__, (ModuleType, type, type(None))):
                 self.visit(f"{path}.__self__", value.__self__, depth - 1)
         if isinstance(value, (FunctionType, MethodType)) or (isinstance(value, type) and not is_foreign(value.__module__)):

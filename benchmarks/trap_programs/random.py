@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -184,3 +187,70 @@ def own_draws_between_calls(compile: Compile) -> Results:
     torch.set_rng_state(kept)
     again = [model(*batch())["first"], torch.rand(3), model(*batch())["second"], torch.rand(3)]
     return {"same": [torch.equal(a, b) for a, b in zip(masks, again, strict=True)]}
+
+
+class Skipping(Net):
+    """A call that is chosen elsewhere counts half."""
+
+    def __init__(self, chosen: Callable[[], bool]) -> None:
+        super().__init__()
+        self.chosen = chosen
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return super().forward(x, y) * (0.5 if self.chosen() else 1.0)
+
+
+def _seldom(generator: numpy.random.Generator) -> bool:
+    return bool(generator.random() < 0.15)
+
+
+def _stepped(model: Any, before: Callable[[], object] = lambda: None) -> Results:
+    """Of a dozen steps, of which one of the last is chosen."""
+    optimizer, losses = sgd(model), []
+    for step in range(12):
+        before()
+        losses += train(model, optimizer, inputs=[batch(step)])
+    return {"losses": losses}
+
+
+def _drawn_late() -> numpy.random.Generator:
+    """A generator that seldom draws a low number, and none in its first calls."""
+    drawn = ((seed, numpy.random.default_rng(seed).random(12) < 0.15) for seed in itertools.count())
+    return numpy.random.default_rng(next(seed for seed, low in drawn if not low[:8].any() and low[8:].any()))
+
+
+@program(KIND)
+def own_generator_of_numpy(compile: Compile) -> Results:
+    """The forward draws from it, and seldom takes another way: what capture sees is not what comes."""
+    generator = _drawn_late()
+    return _stepped(compile(seeded(Skipping, lambda: _seldom(generator)), example_inputs=batch()))
+
+
+@program(KIND, remedy_of="own_generator_of_numpy")
+def own_generator_that_the_loop_draws_from(compile: Compile) -> Results:
+    generator, drawn = _drawn_late(), {"low": False}
+    model = compile(seeded(Skipping, lambda: drawn["low"]), example_inputs=batch())
+    return _stepped(model, lambda: drawn.update(low=_seldom(generator)))
+
+
+@program(KIND)
+def pattern_of_steps(compile: Compile) -> Results:
+    """Every ninth call is another: an iterator that goes round says which."""
+    return _stepped(compile(seeded(Skipping, itertools.cycle([False] * 8 + [True]).__next__), example_inputs=batch()))
+
+
+@program(KIND)
+def pattern_of_a_generator(compile: Compile) -> Results:
+    def pattern() -> Iterator[bool]:
+        while True:
+            yield from [False] * 8 + [True]
+
+    steps = pattern()
+    return _stepped(compile(seeded(Skipping, lambda: next(steps)), example_inputs=batch()))
+
+
+@program(KIND, remedy_of="pattern_of_steps")
+def pattern_that_the_loop_goes_through(compile: Compile) -> Results:
+    steps, now = itertools.cycle([False] * 8 + [True]), {"chosen": False}
+    model = compile(seeded(Skipping, lambda: now["chosen"]), example_inputs=batch())
+    return _stepped(model, lambda: now.update(chosen=next(steps)))
