@@ -12,11 +12,12 @@ import re
 import sys
 import threading
 import weakref
-from collections import UserDict
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
+from enum import Enum
 from itertools import repeat
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.capture.guards import Guards
 from autopar.capture.state import State
+from autopar.errors import CaptureError
 from autopar.run.grad_mode import with_gradients
 
 pytestmark = pytest.mark.pure
@@ -475,6 +477,72 @@ def test_classes_objects_contexts_and_threads_are_watched(monkeypatch: pytest.Mo
     finally:
         torch.use_deterministic_algorithms(False)
     assert guards.changed() is None
+
+
+def _own_kinds() -> dict[str, Any]:
+    class Word(str):
+        pass
+
+    class Number(float):
+        pass
+
+    class Kind(Enum):
+        ONE = 1
+
+    class Pair(NamedTuple):
+        a: int
+
+    class OwnPair(Pair):
+        pass
+
+    class Slotted(list[int]):
+        __slots__ = ("rate",)
+
+    bases = {
+        "a dict": dict, "a list": list, "a tuple": tuple, "a set": set, "a deque": deque, "an ordered dict": OrderedDict,
+    }  # fmt: skip
+    made = {name: type("Own", (base,), {"__module__": __name__})() for name, base in bases.items()}
+    long = type("Own", (list,), {"__module__": __name__})([1.0] * 3000)
+    made |= {"a string": Word("a"), "a number": Number(1.0), "a member": Kind.ONE, "a named tuple": OwnPair(1)}
+    return made | {"a long list": long, "a list with a slot": Slotted([1])}
+
+
+@pytest.mark.parametrize("what", _own_kinds())
+def test_attributes_of_what_is_of_a_builtin_kind_are_watched(what: str) -> None:
+    one = _own_kinds()[what]
+
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.setting, self.within = one, {"deep": [one]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum() * getattr(self.setting, "rate", 1.0)
+
+    guards = Guards.take(Holding())
+    assert guards.changed() is None
+    if what != "a list with a slot":
+        one.note = 1
+        assert guards.changed() is None
+    one.rate = 2.0
+    assert "setting.rate from nothing to 2.0" in str(guards.changed())
+    guards = Guards.take(Holding())
+    one.rate = 3.0
+    assert "setting.rate from 2.0 to 3.0" in str(guards.changed())
+    with pytest.raises(CaptureError, match=r"setting.rate from 4.0 to 5.0"):
+        capture(Counting(one), (torch.ones(2, DIM),))
+
+
+class Counting(nn.Module):
+    """Its forward counts in an attribute, and computes with that."""
+
+    def __init__(self, setting: Any) -> None:
+        super().__init__()
+        self.linear, self.setting = nn.Linear(DIM, DIM), setting
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.setting.rate += 1.0
+        return self.linear(x).sum() * (1.0 if self.setting.rate < 100 else 2.0)
 
 
 def test_settings_of_torch_that_code_reads_are_watched() -> None:

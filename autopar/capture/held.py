@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
-    "ABSENT", "EMPTY", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Shape", "Value", "child", "contents", "describe", "is_plain",
-    "put_back", "same", "shown_key", "value_of",
+    "ABSENT", "EMPTY", "EXACTLY", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Shape", "Value", "child", "contents", "describe",
+    "is_plain", "put_back", "same", "shown_key", "value_of",
 ]  # fmt: skip
 
 SIMPLE = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.Size, enum.Enum, range,
 )  # fmt: skip
 
-_EXACTLY = frozenset({type(None), bool, int, float, str, torch.dtype, torch.Size})  # the usual ones, which are faster to tell
+EXACTLY = frozenset({type(None), bool, int, float, str, torch.dtype, torch.Size})  # the usual ones, which are faster to tell
 
 EMPTY = "empty"  # the table of a Held of several tables of a module, none of which holds anything
 
@@ -199,7 +199,7 @@ def put_back(held: Held) -> None:
 
 def is_plain(value: object) -> bool:
     """Whether it is compared by its value: a number, a string, None, a dtype, a tuple of such."""
-    return type(value) in _EXACTLY or isinstance(value, SIMPLE) or (type(value) is tuple and all(isinstance(x, SIMPLE) for x in value))
+    return type(value) in EXACTLY or isinstance(value, SIMPLE) or (type(value) is tuple and all(isinstance(x, SIMPLE) for x in value))
 
 
 def shown_key(key: object) -> str:

@@ -27,7 +27,7 @@ from torch import nn
 
 from autopar.capture.attributes import Asked
 from autopar.capture.by_value import Mark, by_value, changes_in_place, mark_of
-from autopar.capture.held import ABSENT, EMPTY, LEFT_OUT, REGISTERED, Held, Opaque, Shape, Value, contents, is_plain, shown_key
+from autopar.capture.held import ABSENT, EMPTY, EXACTLY, LEFT_OUT, REGISTERED, Held, Opaque, Shape, Value, contents, is_plain, shown_key
 from autopar.capture.reach import HOOKS, LruCache, Reached, Reads, is_foreign
 from autopar.run import hooks
 from autopar.run.left_out import LeftOut
@@ -122,7 +122,7 @@ class Walk:
             if name in _APART or id(value) in self.opened:
                 continue
             if is_plain(value):
-                self.leaves[f"{prefix}{name}"] = value
+                self._plain(f"{prefix}{name}", value, DEPTH)
                 continue
             if isinstance(value, CODE) and hasattr(kind, name):
                 self.leaves[f"{prefix}{name}"] = Opaque(value)  # in place of the class's own
@@ -178,7 +178,7 @@ class Walk:
         if id(value) in self.opened:
             return
         if is_plain(value):
-            self.leaves[path] = value
+            self._plain(path, value, depth)
         elif isinstance(value, LeftOut):
             self.leaves[path] = LEFT_OUT
         elif id(value) in self.registered:
@@ -195,6 +195,30 @@ class Walk:
                 self.arrays.append(value)
         else:
             self._container(path, value, depth)
+
+    def _plain(self, path: str, value: Any, depth: int) -> None:
+        """A number, a string, a member of an Enum, with the user's own attributes."""
+        self.leaves[path] = value
+        if type(value) not in EXACTLY and type(value) is not tuple and depth and _has_attributes(value) and id(value) not in self.seen:
+            self.seen.add(id(value))
+            for name, item in self._attributes(path, value):
+                self.visit(name, item, depth - 1)
+
+    def _attributes(self, path: str, value: Any) -> list[tuple[str, object]]:
+        """Those that an object has in a dict and in slots, which are held, with their paths."""
+        cls, found = type(value), list[tuple[str, object]]()
+        if not is_foreign(cls.__module__):
+            self.found[id(cls)] = cls
+        own = vars(value) if hasattr(value, "__dict__") else None
+        if isinstance(own, dict) and own is not value:
+            shown = self._of(cls, own)
+            found = [(f"{path}.{k}", v) for k, v in shown.items()]
+            self.held.append(Held(f"{path}.", own, shown))
+        if slots := _slots(cls):
+            filled = self._of(cls, {s: getattr(value, s, ABSENT) for s in sorted(slots)})
+            found += [(f"{path}.{s}", x) for s, x in filled.items() if x is not ABSENT]
+            self.held.append(Held(f"{path}.", value, filled, frozenset(filled)))
+        return found
 
     def _callable(self, path: str, value: Any, depth: int) -> None:
         """A function, a class or a reference, and what it is bound to."""
@@ -244,6 +268,7 @@ class Walk:
             if isinstance(value, set):
                 self.held.append(Held(path, value, contents(value)))
             self.leaves[path] = Value(f"set of {len(value)}", frozenset(x if is_plain(x) else id(x) for x in value))
+            self._beside(path, value, depth)
             return
         elif isinstance(value, nn.Module):
             self.seen.add(id(value))
@@ -262,21 +287,10 @@ class Walk:
             self.visit(path, gc.get_referents(value)[0], depth - 1)
             return
         elif self._is_open(value):
-            cls = type(value)
-            if not is_foreign(cls.__module__):
-                self.found[id(cls)] = cls
-            own = vars(value) if hasattr(value, "__dict__") else None
-            items = []
-            if isinstance(own, dict):
-                shown = self._of(cls, own)
-                items = [(f"{path}.{k}", v) for k, v in shown.items()]
-                self.held.append(Held(f"{path}.", own, shown))
-            if slots := _slots(cls):
-                filled = self._of(cls, {s: x for s in sorted(slots) if (x := getattr(value, s, ABSENT)) is not ABSENT})
-                items += [(f"{path}.{s}", x) for s, x in filled.items()]
-                self.held.append(Held(f"{path}.", value, filled, frozenset(filled)))
+            items = self._attributes(path, value)
         if items is None and found is not None and all(map(is_plain, found.values() if isinstance(found, dict) else found)):
             self.leaves[path] = Value(f"{type(value).__name__} of {len(found)}", found)
+            self._beside(path, value, depth)
             return
         if items is None or depth == 0:
             self.leaves[path] = Opaque(value)
@@ -286,12 +300,25 @@ class Walk:
         self.leaves[path] = Shape(type(value).__name__, len(found) if found is not None else -1)
         for name, item in items:
             self.visit(name, item, depth - 1)
+        if found is not None:
+            self._beside(path, value, depth)
+
+    def _beside(self, path: str, value: Any, depth: int) -> None:
+        """What a container has as attributes beside its items."""
+        if depth and _has_attributes(value):
+            for name, item in self._attributes(path, value):
+                self.visit(name, item, depth - 1)
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _names(names: tuple[str, ...], kept: int) -> Value:
     """What is compared of a registry of a module: the names of what it has. kept: how many of its buffers are not persistent."""
     return Value("the names " + (", ".join(map(str, names)) or "(none)"), (names, kept))
+
+
+def _has_attributes(value: object) -> bool:
+    """Whether it is of the user's own kind of a number, a string or a container, of which attributes may be set."""
+    return not is_foreign(type(value).__module__) and (hasattr(value, "__dict__") or bool(_slots(type(value))))
 
 
 def _root(cls: type) -> str:
