@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextvars
 import functools
 import gc
+import importlib
+import logging
 import math
 import operator
 import os
@@ -16,8 +18,8 @@ from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from enum import Enum
 from itertools import repeat
-from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import MappingProxyType, ModuleType, SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
 import pytest
@@ -543,6 +545,155 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.setting.rate += 1.0
         return self.linear(x).sum() * (1.0 if self.setting.rate < 100 else 2.0)
+
+
+@functools.lru_cache
+def config_of(name: str) -> SimpleNamespace:
+    return SimpleNamespace(rate=1.0, name=name, calls=0)
+
+
+@functools.cache
+def tensors_of(name: str) -> SimpleNamespace:
+    return SimpleNamespace(table=torch.ones(2), name=name)
+
+
+@functools.cache
+def table_of(name: str, *, size: int = 1) -> dict[str, float]:
+    return {"rate": 1.0 * size}
+
+
+class ReadsWhatIsKept(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum() * config_of("a").rate * table_of("b", size=1)["rate"] + tensors_of("a").table.sum()
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["kept before", "made by the first call"])
+@pytest.mark.parametrize("data", [True, False])
+def test_what_a_function_keeps_is_watched(before: bool, data: bool) -> None:
+    for function in (config_of, table_of, tensors_of):
+        function.cache_clear()
+    if before:
+        ReadsWhatIsKept(DIM, DIM)(torch.ones(2, DIM))
+    with torch.device("cpu" if data else "meta"):
+        guards = capture(ReadsWhatIsKept(DIM, DIM), (torch.ones(2, DIM),)).guards
+    assert guards is not None and guards.changed() is None
+    config_of("of the loop").rate, table_of("of the loop")["rate"] = 5.0, 5.0
+    config_of("a").note = "not read"
+    assert type(tensors_of("a").table) is Tensor
+    tensors_of("a").table = torch.ones(2)  # tensors of a trace are others
+    assert guards.changed() is None
+    for change, says in (
+        (lambda value: setattr(config_of("a"), "rate", value), r"what config_of of .* keeps for \('a'\).rate from 1.0 to 2.0"),
+        (lambda value: table_of("b", size=1).update(rate=value), r"what table_of of .* keeps for \('b', \*, 'size', 1\)\['rate'\] from"),
+    ):
+        change(2.0)
+        assert re.search(says, str(guards.changed()))
+        change(1.0)
+        assert guards.changed() is None
+    for function in (config_of, table_of):  # which may give others now
+        function.cache_clear()
+    assert guards.changed() is None
+    config_of("a").rate = 3.0
+    assert "('a').rate from 1.0 to 3.0" in str(guards.changed())
+
+
+def test_what_each_call_changes_in_what_a_function_keeps_is_refused() -> None:
+    class Counting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            config_of("a").calls += 1
+            return super().forward(x).sum() * (1.0 if config_of("a").calls < 99 else 2.0)
+
+    config_of.cache_clear()
+    with pytest.raises(CaptureError, match=r"keeps for \('a'\).calls from \d to \d"):
+        capture(Counting(DIM, DIM), (torch.ones(2, DIM),))
+
+
+class OneByNew:
+    made: ClassVar[Any] = None
+    rate = 1.0
+
+    def __new__(cls) -> Any:
+        if cls.made is None:
+            cls.made = super().__new__(cls)
+        return cls.made
+
+
+class Once(type):
+    made: ClassVar[dict[type, Any]] = {}
+
+    def __call__(cls, *args: Any) -> Any:
+        if cls not in Once.made:
+            Once.made[cls] = super().__call__(*args)
+        return Once.made[cls]
+
+    @property
+    def factor(cls) -> float:
+        return Factors.factor
+
+
+class Factors:
+    factor = 1.0
+
+
+class OneByItsClass(metaclass=Once):
+    def __init__(self) -> None:
+        self.rate, self.note = 1.0, 0
+
+
+class Sharing:
+    shared: ClassVar[dict[str, float]] = {"rate": 1.0}
+
+    def __init__(self) -> None:
+        self.__dict__ = self.shared
+        self.rate: float
+
+
+class Defaulting(dict[str, float]):
+    default = 1.0
+
+    def __missing__(self, key: str) -> float:
+        return Defaulting.default
+
+
+OF_A_TEST = sys.modules["settings_of_a_test"] = ModuleType("settings_of_a_test")
+FOUND_BY_A_CALL: dict[str, tuple[Callable[[], float], Callable[[float], object]]] = {
+    "one by __new__": (lambda: OneByNew().rate, lambda value: setattr(OneByNew(), "rate", value)),
+    "one by its class's class": (lambda: OneByItsClass().rate, lambda value: setattr(OneByItsClass(), "rate", value)),
+    "property of its class's class": (lambda: OneByItsClass.factor, lambda value: setattr(Factors, "factor", value)),
+    "objects that share": (lambda: Sharing().rate, lambda value: Sharing.shared.update(rate=value)),
+    "default of a dict": (lambda: Defaulting()["a"], lambda value: setattr(Defaulting, "default", value)),
+    "import by name": (lambda: importlib.import_module("settings_of_a_test").rate, lambda value: setattr(OF_A_TEST, "rate", value)),
+    "modules by name": (lambda: sys.modules["settings_of_a_test"].rate, lambda value: setattr(OF_A_TEST, "rate", value)),
+    "thread": (lambda: threading.current_thread().rate, lambda value: setattr(threading.current_thread(), "rate", value)),  # type: ignore[attr-defined]
+    "logger": (lambda: float(logging.getLogger("a_logger").level), lambda value: logging.getLogger("a_logger").setLevel(int(10 * value))),
+    "errors of numpy": (
+        lambda: {"warn": 1.0, "raise": 2.0}[numpy.geterr()["over"]], lambda value: numpy.seterr(over="warn" if value == 1 else "raise")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOUND_BY_A_CALL)
+def test_settings_that_are_found_by_a_call_are_watched(what: str) -> None:
+    find, put = FOUND_BY_A_CALL[what]
+
+    class Holding(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).sum() * find()
+
+    put(1.0)
+    guards = capture(Holding(DIM, DIM), (torch.ones(2, DIM),)).guards
+    try:
+        assert guards is not None and guards.changed() is None
+        if what == "one by its class's class":
+            OneByItsClass().note = 1
+            assert guards.changed() is None
+        put(2.0)
+        assert guards.changed() is not None
+        put(1.0)
+        assert guards.changed() is None
+    finally:
+        put(1.0)
+        vars(threading.current_thread()).pop("rate", None)
 
 
 def test_settings_of_torch_that_code_reads_are_watched() -> None:

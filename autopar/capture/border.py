@@ -9,6 +9,7 @@ import gc
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -127,6 +128,8 @@ def _keeps_no_data(values: list[Any], depth: int) -> bool:
             inside = value.values() if isinstance(value, dict) else value
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             inside = (getattr(value, f.name, None) for f in dataclasses.fields(value))
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, FunctionType, nn.Module)):
+            inside = vars(value).values()
         if depth and _keeps_no_data(list(inside), depth - 1):
             return True
     return False

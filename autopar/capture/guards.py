@@ -8,6 +8,7 @@ of which only the names are watched, and which of them hold nothing.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from itertools import repeat
@@ -20,7 +21,7 @@ from torch import nn
 from autopar.capture.answers import NONE, Answers, Given, Whole
 from autopar.capture.attributes import Asked
 from autopar.capture.by_value import by_value, mark_of
-from autopar.capture.held import ABSENT, EMPTY, LEFT_OUT, Held, Opaque, child, same, value_of
+from autopar.capture.held import ABSENT, EMPTY, KEPT, LEFT_OUT, Held, Opaque, child, same, value_of
 from autopar.capture.left import Left, is_read
 from autopar.capture.reach import compares_objects
 from autopar.capture.said import Sayings
@@ -54,6 +55,8 @@ class Guards:
         self._modules = list(model.modules())
         asked = state.reached.names | state.reached.asked | {"get_default_dtype"}
         self._answers = [(ask, ask()) for name, ask in _SETTINGS.items() if name in asked]
+        if "geterr" in asked and (numpy := sys.modules.get("numpy")) is not None:
+            self._answers.append((numpy.geterr, numpy.geterr()))
         names = self._read_names = state.reached.names | state.reached.asked
         self.asks = any(compares_objects(f.__code__) for f in state.reached.functions), NAMES & names
         self._index(state)
@@ -83,8 +86,14 @@ class Guards:
             self._index(self._state)
 
     def answered(self, answers: Answers) -> None:
-        """What the forward asks of the model's own parameters and buffers, and of its inputs, and was told."""
+        """What the forward asks of the model's own parameters and buffers, and of its inputs, and was told. What functions kept of that for
+        later calls is watched from now on."""
         self._told = answers
+        if self._state.reached.caches:
+            kept = self._state.with_kept(State.take(self._model, self._loss, self._state))
+            if kept is not self._state:
+                self._state = kept
+                self._index(kept)
 
     def written(self, whole: Whole) -> dict[str, torch.Tensor]:
         """Collective: what a call writes to parameters before it uses them, whole, by name. whole: as of `changed`."""
@@ -127,7 +136,8 @@ class Guards:
             return f"whether gradients are wanted, which its forward asks for: from {self._mode} to {called}"
         for ask, before in self._answers:
             if (now := ask()) != before:
-                return f"torch.{ask.__name__}(), on which what its forward computes may depend: from {before} to {now}"
+                name = f"{ask.__module__.partition('.')[0]}.{ask.__name__}()"
+                return f"{name}, on which what its forward computes may depend: from {before} to {now}"
         if self._same_objects():
             return None
         later = State.take(self._model, self._loss, self._state)
@@ -189,7 +199,11 @@ class Guards:
         self._attribute_values: list[Any] = []
         self._of_tensors = [(one, one.value) for one in state.attributes]
         for held in state.held:
-            self._add(held)
+            if held.table != KEPT:
+                self._add(held)
+        for held in self._state.held:  # of what functions kept: what they keep no more, they may make anew
+            if held.table == KEPT:
+                self._add(held._replace(items={key: dict.get(held.holder, key, ABSENT) for key in held.items}))
         self._lengths = list(map(len, self._containers))
         self._empty = [registry.get(name, ABSENT) is None for registry, name in zip(self._registries, self._names, strict=True)]
         self._tensors: list[torch.Tensor] = [state.tensors[path] for path in state.versions]
@@ -217,7 +231,7 @@ class Guards:
                 self._registries += [holder] * len(items)
                 self._names += list(items)
                 items = {}
-            elif held.table and held.table not in (*WATCHED_HOOKS, "_modules"):
+            elif held.table and held.table not in (*WATCHED_HOOKS, "_modules", KEPT):
                 return
             pairs = [(k, v) for k, v in items.items() if held.keys is not None or k not in _UNWATCHED]
             if self._ignored:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
-    "ABSENT", "EMPTY", "EXACTLY", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Shape", "Value", "child", "contents", "describe",
-    "is_plain", "put_back", "same", "shown_key", "value_of",
+    "ABSENT", "EMPTY", "EXACTLY", "KEPT", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Shape", "Value", "child", "contents",
+    "describe", "is_plain", "put_back", "same", "shown_key", "value_of",
 ]  # fmt: skip
 
 SIMPLE = (
@@ -24,6 +24,7 @@ SIMPLE = (
 
 EXACTLY = frozenset({type(None), bool, int, float, str, torch.dtype, torch.Size})  # the usual ones, which are faster to tell
 
+KEPT = "kept"  # the table of a Held of what a cache of a function keeps, which is not put back
 EMPTY = "empty"  # the table of a Held of several tables of a module, none of which holds anything
 
 
@@ -159,6 +160,8 @@ def _base(holder: Any) -> Any:
 def put_back(held: Held) -> None:
     """The container holds again what is written there; of a Held with keys, under these."""
     holder, items = held.holder, held.items
+    if held.table == KEPT:
+        return
     if held.table == EMPTY:
         for table in holder if any(holder) else ():
             table.clear()

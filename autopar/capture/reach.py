@@ -31,10 +31,13 @@ _NO_CODE = (bool, int, float, str, type(None))
 _IMPLICIT = frozenset(
     f"__{name}__"
     for name in (
-        "call", "getattr", "getattribute", "getitem", "get", "len", "iter", "next", "contains", "bool", "float", "int", "index", "enter",
-        "exit", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg", "matmul", "rmatmul", "torch_function",
+        "call", "getattr", "getattribute", "getitem", "setitem", "delitem", "missing", "get", "len", "iter", "next", "contains", "bool",
+        "float", "int", "index", "enter", "exit", "lt", "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv",
+        "rtruediv", "floordiv", "mod", "pow", "neg", "abs", "matmul", "rmatmul", "torch_function",
     )
 )  # fmt: skip
+_MAKING = frozenset({"__new__", "__init__", "__post_init__"})  # methods that run where an object of a class is made
+_BY_NAME = frozenset({"import_module", "__import__", "modules"})  # give a module for its name
 _ALL_AT_ONCE = frozenset({"vars", "__dict__", "asdict", "astuple", "attrgetter", "eval", "exec", "getmembers"})  # attributes by no name
 _MADE = frozenset({"FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "BUILD_STRING", "BINARY_OP"})  # of a name
 
@@ -122,6 +125,7 @@ class Search:
         self.methods: dict[str, list[tuple[type, object]]] = {}
         self.owners: dict[int, type] = {}  # of a function
         self.classes: set[type] = set()
+        self.making: set[type] = set()  # classes of which it is known what runs where an object is made
         for module in model.modules():
             for cls in type(module).__mro__:
                 self._class(cls)
@@ -170,10 +174,24 @@ class Search:
             else:
                 self.found.classes[base] = None
 
+    def _made(self, cls: type) -> None:
+        """A class that is used by name: where its objects are made, it may give one that it made before."""
+        if cls in self.making or issubclass(cls, (nn.Module, enum.Enum)):
+            return
+        self.making.add(cls)
+        for base in cls.__mro__:
+            if _is_followed(base.__module__) and not is_installed(base.__module__):
+                for name in _MAKING & vars(base).keys():
+                    self._add(vars(base)[name], base)
+
     def _add(self, value: object, owner: type | None = None) -> None:
         kind = value if isinstance(value, type) else type(value)
         if not is_foreign(kind.__module__):
             self._object(kind)
+            if kind is value:
+                self._made(kind)
+        if not is_foreign(type(kind).__module__):
+            self._object(type(kind))
         for function in _functions(value, 3):
             if isinstance(function, LruCache):
                 self.found.caches.append(function)
@@ -187,12 +205,15 @@ class Search:
 
     def _visit(self, function: FunctionType) -> None:
         names, asked, values = _read(function)
+        if function.__name__ in _MAKING:  # which sets attributes, and reads few
+            names = (names & loaded_in(function.__code__)) - _MAKING
         self.found.asked |= asked
         for module, name in values:
             self.found.values.setdefault(module.__name__, (module, set()))[1].add(name)
         self._names(names)
         self._unnamed(function, names)
-        for module in _imported(function):
+        by_name = _named(function) if not _BY_NAME.isdisjoint(names | asked) else ()
+        for module in (*_imported(function), *by_name):
             self._module(module, names)
         self._scope(function.__globals__, str(function.__module__), names, set(_stored(function.__code__)))
         for cell in function.__closure__ or ():
@@ -319,6 +340,14 @@ def _imported(function: FunctionType) -> Iterator[ModuleType]:
         if kind == "import":
             found = sys.modules.get(name) or sys.modules.get(f"{package}.{name}".rstrip("."))
             if isinstance(found, ModuleType):
+                yield found
+
+
+def _named(function: FunctionType) -> Iterator[ModuleType]:
+    """The modules of which the names are strings in a function."""
+    for one in _codes(function.__code__):
+        for text in one.co_consts:
+            if isinstance(text, str) and isinstance(found := sys.modules.get(text), ModuleType):
                 yield found
 
 

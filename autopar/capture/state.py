@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import nn
 
 from autopar.capture.attributes import Asked
 from autopar.capture.by_value import Mark
-from autopar.capture.held import ABSENT, Held, Value, describe, put_back, same
+from autopar.capture.held import ABSENT, KEPT, Held, Value, describe, put_back, same
+from autopar.capture.kept import visit_kept
 from autopar.capture.reach import Reached, Reads, Search
 from autopar.capture.walk import CODE, DEPTH, Walk
 from autopar.run import hooks
@@ -49,7 +50,8 @@ class State:
     """leaves: path -> value. versions: marks of the plain tensors among them. held: every container, with
     its contents. arrays: those of numpy, queues and the like, which are compared by what they hold. reached: the code that was looked at.
     buffers: the names of the buffers that hold a tensor; of others that do later, the tensors are leaves. reads: what code may read, if
-    nothing else is in the picture; None if all is. attributes: of parameters and buffers, those that are in it."""
+    nothing else is in the picture; None if all is. attributes: of parameters and buffers, those that are in it. kept: where results are
+    that functions keep."""
 
     leaves: Mapping[str, object]
     versions: Mapping[str, Mark]
@@ -59,6 +61,7 @@ class State:
     buffers: frozenset[str]
     reads: Reads | None = None
     attributes: tuple[Asked, ...] = ()
+    kept: tuple[str, ...] = ()
 
     @staticmethod
     def take(model: nn.Module, loss: object = None, since: State | None = None, attributes: tuple[Asked, ...] = ()) -> State:
@@ -98,7 +101,19 @@ class State:
             if not same(before, after) or self.versions.get(path) != later.versions.get(path):
                 found.append(Change(path, before, after))
         found += [Change(path, ABSENT, after) for path, after in later.leaves.items() if path not in self.leaves]
-        return found
+        some = tuple({*self.kept} ^ {*later.kept})  # a result that is kept now, or is no more: the function gives it where it is asked
+        return [change for change in found if not change.path.startswith(some)] if some else found
+
+    def with_kept(self, later: State) -> State:
+        """The same with the results that functions have kept since."""
+        new = tuple(path for path in later.kept if path not in self.kept)
+        if not new:
+            return self
+        known = {id(held.holder) for held in self.held}
+        leaves = {path: x for path, x in later.leaves.items() if path.startswith(new)}
+        held = [x for x in later.held if x.table == KEPT or (x.path.startswith(new) and id(x.holder) not in known)]
+        before = [x for x in self.held if x.table != KEPT]
+        return replace(self, leaves={**self.leaves, **leaves}, held=(*before, *held), kept=(*self.kept, *new))
 
     def restore(self) -> None:
         """Every container holds again what it held."""
@@ -126,7 +141,10 @@ def _with_code(walk: Walk, code: Reached) -> State:
     walk.code(code)
     if (code.names | code.asked) & {"environ", "getenv"}:
         walk.visit("os.environ", vars(os.environ)["_data"], DEPTH)
-    return State(walk.leaves, walk.versions, tuple(walk.held), tuple(walk.arrays), code, walk.buffers, walk.reads, walk.attributes)
+    visit_kept(walk, code)
+    return State(
+        walk.leaves, walk.versions, tuple(walk.held), tuple(walk.arrays), code, walk.buffers, walk.reads, walk.attributes, tuple(walk.kept)
+    )  # fmt: skip
 
 
 def _bound(loss: Any) -> list[object]:

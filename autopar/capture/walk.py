@@ -63,6 +63,7 @@ class Walk:
         self.leaves: dict[str, object] = {}
         self.versions: dict[str, Mark] = {}
         self.held: list[Held] = []
+        self.kept: list[str] = []  # where results of functions are that an lru_cache keeps
         self.modules = list(model.named_modules())
         self.seen: set[int] = {id(m) for _, m in self.modules}
         tensors = (t for _, m in self.modules for table in (m._parameters, m._buffers) for t in table.values())
@@ -74,7 +75,7 @@ class Walk:
     def copy(self) -> Walk:
         """Another one that has got as far."""
         other = copy.copy(self)
-        for name in ("found", "arrays", "leaves", "versions", "held", "seen", "opened", "classes", "foreign"):
+        for name in ("found", "arrays", "leaves", "versions", "held", "kept", "seen", "opened", "classes", "foreign"):
             setattr(other, name, getattr(self, name).copy())
         return other
 

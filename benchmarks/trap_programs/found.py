@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 from benchmarks._traps_kit import Compile, Results, batch, program, seeded, sgd, state, train
 from benchmarks.trap_programs.elsewhere import Scaled
@@ -40,3 +43,79 @@ def attribute_of_a_dict(compile: Compile) -> Results:
 def attribute_of_a_string(compile: Compile) -> Results:
     names: list[Any] = [Name("a")]
     return _annealed(compile, lambda: names[0].rate, lambda value: setattr(names[0], "rate", value))
+
+
+@functools.lru_cache
+def settings() -> SimpleNamespace:
+    return SimpleNamespace(rate=1.0)
+
+
+@functools.cache
+def rates_of(name: str) -> dict[str, float]:
+    return {"rate": 1.0, "name": float(len(name))}
+
+
+@program(KIND)
+def settings_that_a_function_keeps(compile: Compile) -> Results:
+    """Made by the first call of `settings`, which is the forward's or the loop's."""
+    settings.cache_clear()
+    return _annealed(compile, lambda: settings().rate, lambda value: setattr(settings(), "rate", value))
+
+
+@program(KIND)
+def settings_that_the_forward_makes(compile: Compile) -> Results:
+    """Nobody called `settings` before, and the loop forgets them once."""
+    settings.cache_clear()
+    model = compile(seeded(Scaled, lambda: settings().rate), example_inputs=batch())
+    optimizer, losses = sgd(model), []
+    for step in range(4):
+        losses += train(model, optimizer, inputs=[batch(step)])
+        settings.cache_clear() if step == 1 else setattr(settings(), "rate", 1.5 + step)
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def table_that_a_function_keeps(compile: Compile) -> Results:
+    return _annealed(compile, lambda: rates_of("a")["rate"], lambda value: rates_of("a").update(rate=value))
+
+
+class Single:
+    made: ClassVar[Any] = None
+    rate = 1.0
+
+    def __new__(cls) -> Any:
+        if cls.made is None:
+            cls.made = super().__new__(cls)
+        return cls.made
+
+
+@program(KIND)
+def object_of_which_there_is_one(compile: Compile) -> Results:
+    return _annealed(compile, lambda: Single().rate, lambda value: setattr(Single(), "rate", value))
+
+
+class Once(type):
+    made: ClassVar[dict[type, Any]] = {}
+
+    def __call__(cls, *args: Any) -> Any:
+        if cls not in Once.made:
+            Once.made[cls] = super().__call__(*args)
+        return Once.made[cls]
+
+
+class Configuration(metaclass=Once):
+    def __init__(self) -> None:
+        self.rate = 1.0
+
+
+@program(KIND)
+def object_that_its_metaclass_gives(compile: Compile) -> Results:
+    return _annealed(compile, lambda: Configuration().rate, lambda value: setattr(Configuration(), "rate", value))
+
+
+RATES = sys.modules["rates_of_a_program"] = ModuleType("rates_of_a_program")
+
+
+@program(KIND)
+def module_by_its_name(compile: Compile) -> Results:
+    return _annealed(compile, lambda: sys.modules["rates_of_a_program"].rate, lambda value: setattr(RATES, "rate", value))
