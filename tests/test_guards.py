@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import math
+import multiprocessing
 import operator
 import os
 import re
@@ -18,6 +19,7 @@ from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from enum import Enum
 from itertools import repeat
+from queue import SimpleQueue
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -694,6 +696,82 @@ def test_settings_that_are_found_by_a_call_are_watched(what: str) -> None:
     finally:
         put(1.0)
         vars(threading.current_thread()).pop("rate", None)
+
+
+class AnswersForObjects:
+    """A descriptor that keeps a value for each object, and has none for the class."""
+
+    def __init__(self) -> None:
+        self.values = weakref.WeakKeyDictionary[Any, float]()
+
+    def __get__(self, one: Any, cls: type) -> float:
+        return self.values.get(one, 1.0)
+
+    def __set__(self, one: Any, value: float) -> None:
+        self.values[one] = value
+
+
+class Described:
+    rate = AnswersForObjects()
+
+    @classmethod
+    def factor(cls) -> float:
+        return 1.0
+
+
+class OfUnusualKinds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.described, self.ordered, self.table = Described(), OrderedDict(a=1.0, b=2.0, c=3.0), {"a": 1.0, "b": 2.0}
+        self.shared, self.memory, self.queue = multiprocessing.Array("d", [1.0]), memoryview(bytearray(b"ab")), SimpleQueue[int]()
+        self.act = lambda x: x * 1.0
+        self.weak = weakref.WeakValueDictionary({"a": self.described})
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = [self.described.rate, self.described.factor(), next(iter(self.ordered.values())), next(iter(self.table)) == "a"]
+        numbers += [self.shared[0], self.memory[0], self.queue.qsize(), self.weak["a"].rate]
+        return self.act(x).sum() * sum(numbers)
+
+
+OF_UNUSUAL_KINDS: dict[str, tuple[Callable[[OfUnusualKinds], object], str]] = {
+    "behind a descriptor": (lambda m: setattr(m.described, "rate", 2.0), r"Described.rate.values.data"),
+    "class method": (lambda m: setattr(Described, "factor", classmethod(lambda cls: 2.0)), "Described.factor from classmethod to another"),
+    "order": (lambda m: m.ordered.move_to_end("a"), r"ordered.keys\(\) from 3 keys in an order to another 3 keys in an order"),
+    "order of a dict": (lambda m: m.table.update(a=m.table.pop("a")), r"table.keys\(\) from 2 keys in an order to another"),
+    "array of processes": (lambda m: m.shared.__setitem__(0, 2.0), "shared from .* of 1 to another"),
+    "memory": (lambda m: m.memory.__setitem__(0, 0), "memory from memory of 2 bytes to another"),
+    "queue": (lambda m: m.queue.put(1), "queue from queue of 0 to queue of 1"),
+    "code": (lambda m: setattr(m.act, "__code__", (lambda x: x * 2.0).__code__), "the code of OfUnusualKinds.* from code to another"),
+    "weak reference": (lambda m: m.weak.__setitem__("a", m.weak.setdefault("b", Described())), "weak.data"),
+}
+
+
+@pytest.mark.parametrize("what", OF_UNUSUAL_KINDS)
+def test_settings_of_unusual_kinds_are_watched(what: str) -> None:
+    change, says = OF_UNUSUAL_KINDS[what]
+    model, factor = OfUnusualKinds(), vars(Described)["factor"]
+    guards = Guards.take(model)
+    try:
+        for _ in range(2):
+            assert guards.changed() is None
+        change(model)
+        found = guards.changed()
+        assert found is not None and re.search(says, found), found
+    finally:
+        Described.factor = factor  # type: ignore[method-assign]
+
+
+def test_the_order_of_a_dict_is_put_back() -> None:
+    class Reordering(nn.Linear):
+        table = OrderedDict(a=1.0, b=2.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.table.move_to_end("a")
+            return super().forward(x).sum()
+
+    model = Reordering(DIM, DIM)
+    capture(model, (torch.ones(2, DIM),))
+    assert list(model.table) == ["a", "b"]
 
 
 def test_settings_of_torch_that_code_reads_are_watched() -> None:

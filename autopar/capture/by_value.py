@@ -11,6 +11,7 @@ import itertools
 import queue
 import random
 import threading
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import torch
@@ -91,8 +92,19 @@ def by_value(value: Any) -> Value | None:
         return Value(f"file at {value.tell()}", value.tell())
     if isinstance(value, bytearray | array.array | ctypes.Array) and len(value) <= _LARGEST:
         return Value(f"{type(value).__name__} of {len(value)}", bytes(value))
+    if isinstance(value, memoryview):
+        return _of_memory(value)
+    if isinstance(value, SynchronizedBase) and isinstance(shared := value.get_obj(), ctypes.Array):
+        return by_value(shared)
     if type(value).__module__.startswith(("ctypes", "multiprocessing.")) and hasattr(type(value), "value"):
         return Value(f"shared {value.value!r}", value.value)
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and getattr(value, "nbytes", _LARGEST + 1) <= _LARGEST:
         return Value(f"array of {value.nbytes} bytes", (str(value.dtype), value.shape, value.tobytes()))
     return None
+
+
+def _of_memory(value: memoryview) -> Value | None:
+    try:
+        return Value(f"memory of {value.nbytes} bytes", value.tobytes()) if value.nbytes <= _LARGEST else None
+    except ValueError:  # it was given back
+        return None

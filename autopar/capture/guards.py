@@ -7,6 +7,7 @@ of which only the names are watched, and which of them hold nothing.
 
 from __future__ import annotations
 
+import gc
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +22,7 @@ from torch import nn
 from autopar.capture.answers import NONE, Answers, Given, Whole
 from autopar.capture.attributes import Asked
 from autopar.capture.by_value import by_value, mark_of
-from autopar.capture.held import ABSENT, EMPTY, KEPT, LEFT_OUT, Held, Opaque, child, same, value_of
+from autopar.capture.held import ABSENT, EMPTY, KEPT, LEFT_OUT, Held, Opaque, child, keys_of, order_of, same, value_of
 from autopar.capture.left import Left, is_read
 from autopar.capture.reach import compares_objects
 from autopar.capture.said import Sayings
@@ -175,6 +176,7 @@ class Guards:
             and list(map(mark_of, self._tensors)) == self._versions
             and all(map(operator.is_, map(getattr, self._owners, self._attributes, repeat(ABSENT)), self._attribute_values))
             and all(map(operator.eq, self._sets, self._members))
+            and list(map(keys_of, self._ordered)) == self._orders
             and list(map(by_value, self._arrays)) == self._held_by_them
             and all(one.value is value for one, value in self._of_tensors)
         )
@@ -195,6 +197,8 @@ class Guards:
         self._owners: list[Any] = []
         self._sets: list[Any] = []
         self._members: list[frozenset[Any]] = []
+        self._ordered: list[dict[Any, Any]] = []
+        self._orders: list[tuple[Any, ...]] = []
         self._attributes: list[str] = []
         self._attribute_values: list[Any] = []
         self._of_tensors = [(one, one.value) for one in state.attributes]
@@ -218,14 +222,19 @@ class Guards:
         if isinstance(holder, (CellType, ContextVar)):
             self._cells.append(holder)
             self._cell_contents.append(items)
+        elif isinstance(holder, type):
+            pairs = [(k, v) for k, v in items.items() if child(held, k) not in self._ignored]
+            own = gc.get_referents(vars(holder))[0]  # as it is there: to ask the class would ask descriptors
+            self._dicts += [own] * len(pairs)
+            self._keys += [k for k, _ in pairs]
+            self._values += [v for _, v in pairs]
+            self._containers.append(own)
         elif isinstance(items, dict) and not isinstance(holder, dict):
             found = [(k, getattr(holder, k, ABSENT)) for k in items if child(held, k) not in self._ignored]
-            pairs = [(k, v) for k, v in found if getattr(holder, k, ABSENT) is v]  # not so of class methods
+            pairs = [(k, v) for k, v in found if getattr(holder, k, ABSENT) is v]  # not so of what is made where it is asked for
             self._owners += [holder] * len(pairs)
             self._attributes += [k for k, _ in pairs]
             self._attribute_values += [v for _, v in pairs]
-            if isinstance(holder, type):
-                self._containers.append(vars(holder))
         elif isinstance(items, dict):
             if held.table in REGISTRIES[:2]:
                 self._registries += [holder] * len(items)
@@ -241,6 +250,9 @@ class Guards:
             self._values += [v for _, v in pairs]
             if held.keys is None:
                 self._containers.append(holder)
+            if (order := order_of(held)) is not None:
+                self._ordered.append(holder)
+                self._orders.append(order.keys)
         elif isinstance(items, tuple):
             self._containers.append(holder)
             self._lists += [holder] * len(items)

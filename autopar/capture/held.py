@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
-    "ABSENT", "EMPTY", "EXACTLY", "KEPT", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Shape", "Value", "child", "contents",
-    "describe", "is_plain", "put_back", "same", "shown_key", "value_of",
+    "ABSENT", "EMPTY", "EXACTLY", "KEPT", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Order", "Shape", "Value", "child",
+    "contents", "describe", "is_plain", "keys_of", "order_of", "put_back", "same", "shown_key", "value_of",
 ]  # fmt: skip
 
 SIMPLE = (
@@ -70,6 +70,22 @@ class Value:
         return self.kind
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """The order of the keys of a dict. Of a dict that has other keys, its Shape and its items tell."""
+
+    keys: tuple[object, ...]
+
+    def __str__(self) -> str:
+        return f"{len(self.keys)} keys in an order"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Order) and (self.keys == other.keys or set(self.keys) != set(other.keys))
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.keys))
+
+
 @dataclass(frozen=True, slots=True)
 class Opaque:
     """What cannot be compared but by identity."""
@@ -114,7 +130,7 @@ def same(a: object, b: object) -> bool:
 def describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    text = str(value) if isinstance(value, (Shape, Value, Opaque)) else repr(value)
+    text = str(value) if isinstance(value, (Shape, Value, Order, Opaque)) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -125,6 +141,7 @@ def value_of(variable: ContextVar[Any]) -> Any:
         return ABSENT
 
 
+_FEW = 200  # keys of which the order is looked at
 _PLAIN_DICTS = frozenset({dict, OrderedDict})
 
 
@@ -140,7 +157,7 @@ def contents(holder: Any, keys: frozenset[str] | None = None) -> Any:
         except ValueError:
             return ABSENT
     if isinstance(holder, FunctionType):
-        return {"__defaults__": holder.__defaults__, "__kwdefaults__": holder.__kwdefaults__}
+        return {"__defaults__": holder.__defaults__, "__kwdefaults__": holder.__kwdefaults__, "__code__": holder.__code__}
     if isinstance(holder, type):
         return {k: v for k, v in vars(holder).items() if not k.startswith("__")}
     if keys is not None and not isinstance(holder, dict):
@@ -148,6 +165,8 @@ def contents(holder: Any, keys: frozenset[str] | None = None) -> Any:
     if isinstance(holder, dict):
         if keys is not None:
             return {k: dict.get(holder, k, ABSENT) for k in keys}
+        if isinstance(holder, OrderedDict) and dict.__len__(holder) > 1:  # dict.items knows nothing of its order
+            return {key: dict.__getitem__(holder, key) for key in keys_of(holder)}
         return dict(dict.items(holder)) if dict.__len__(holder) else {}  # an OrderedDict's items are slow, and most tables are empty
     return frozenset(set.__iter__(holder)) if isinstance(holder, set) else tuple(_base(holder).__iter__(holder))
 
@@ -155,6 +174,20 @@ def contents(holder: Any, keys: frozenset[str] | None = None) -> Any:
 def _base(holder: Any) -> Any:
     """The container of Python that an object is: its methods are called, not what a subclass makes of them (loads on access)."""
     return next(base for base in (OrderedDict, dict, list, tuple, deque, set, frozenset) if isinstance(holder, base))
+
+
+def order_of(held: Held) -> Order | None:
+    """The order of a dict of a few keys that are compared by value; None of attributes, registries and all else."""
+    if not isinstance(held.items, dict) or held.keys is not None or held.table or not held.path or held.path.endswith("."):
+        return None
+    if not isinstance(held.holder, dict) or not 1 < len(held.items) <= _FEW:
+        return None
+    return Order(tuple(held.items)) if all(map(is_plain, held.items)) else None
+
+
+def keys_of(holder: dict[Any, Any]) -> tuple[Any, ...]:
+    """As they are in order, whatever a subclass makes of that."""
+    return tuple(OrderedDict.__iter__(holder) if isinstance(holder, OrderedDict) else dict.__iter__(holder))
 
 
 def put_back(held: Held) -> None:
@@ -167,7 +200,7 @@ def put_back(held: Held) -> None:
             table.clear()
         return
     if type(holder) in _PLAIN_DICTS and held.keys is None and len(holder) == len(items):
-        if all(map(operator.is_, map(dict.get, repeat(holder), items, repeat(ABSENT)), items.values())):
+        if all(map(operator.is_, map(dict.get, repeat(holder), items, repeat(ABSENT)), items.values())) and _in_order(held):
             return
     now = contents(holder, held.keys)
     if isinstance(holder, (CellType, ContextVar)):
@@ -175,7 +208,7 @@ def put_back(held: Held) -> None:
             holder.set(items) if isinstance(holder, ContextVar) else setattr(holder, "cell_contents", items)
         return
     if isinstance(items, dict):
-        if len(now) == len(items) and all(now.get(k, ABSENT) is v for k, v in items.items()):
+        if len(now) == len(items) and all(now.get(k, ABSENT) is v for k, v in items.items()) and _in_order(held):
             return
         if not isinstance(holder, dict):
             for key in now.keys() - items.keys() if held.keys is None else ():
@@ -198,6 +231,11 @@ def put_back(held: Held) -> None:
     base = _base(holder)
     base.clear(holder)
     base.update(holder, items) if isinstance(holder, set) else base.extend(holder, items)
+
+
+def _in_order(held: Held) -> bool:
+    order = order_of(held)
+    return order is None or order.keys == keys_of(held.holder)
 
 
 def is_plain(value: object) -> bool:

@@ -7,7 +7,7 @@ import functools
 import gc
 import threading
 import weakref
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Mapping
 from contextvars import ContextVar
 from types import (
@@ -27,7 +27,21 @@ from torch import nn
 
 from autopar.capture.attributes import Asked
 from autopar.capture.by_value import Mark, by_value, changes_in_place, mark_of
-from autopar.capture.held import ABSENT, EMPTY, EXACTLY, LEFT_OUT, REGISTERED, Held, Opaque, Shape, Value, contents, is_plain, shown_key
+from autopar.capture.held import (
+    ABSENT,
+    EMPTY,
+    EXACTLY,
+    LEFT_OUT,
+    REGISTERED,
+    Held,
+    Opaque,
+    Shape,
+    Value,
+    contents,
+    is_plain,
+    order_of,
+    shown_key,
+)
 from autopar.capture.reach import HOOKS, LruCache, Reached, Reads, is_foreign
 from autopar.run import hooks
 from autopar.run.left_out import LeftOut
@@ -47,7 +61,9 @@ CODE = (
     FunctionType, BuiltinFunctionType, MethodType, MethodWrapperType, ModuleType, type, LruCache, functools.partial, torch._ops.OpOverload,
     torch._ops.OpOverloadPacket, property, staticmethod, classmethod, functools.cached_property, weakref.ref,
 )  # fmt: skip
-_NAMESPACES = (SimpleNamespace, threading.local)
+_NAMESPACES = (
+    SimpleNamespace, threading.local, UserDict, UserList, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet,
+)  # fmt: skip
 DEPTH = 8  # containers and objects within one another
 _ITEMS = 2000  # of one container: longer ones are compared as a whole, if their items are plain, else by identity and length
 
@@ -168,6 +184,7 @@ class Walk:
                 self.held.append(Held(f"{variable}, which {name} closes over", cell, found))
                 self.visit(self.held[-1].path, found, DEPTH)
             self.held.append(Held(name, function, contents(function)))
+            self.leaves[f"the code of {name}"] = Opaque(function.__code__)
             self.visit(f"the defaults of {name}", function.__defaults__ or (), DEPTH)
             if function.__kwdefaults__:
                 self.visit(f"the keyword defaults of {name}", function.__kwdefaults__, DEPTH)
@@ -259,6 +276,8 @@ class Walk:
         if isinstance(value, dict):
             found = contents(value)
             self.held.append(Held(path, value, found))
+            if (order := order_of(self.held[-1])) is not None:
+                self.leaves[f"{path}.keys()"] = order
             items = [(f"{path}[{shown_key(k)}]", v) for k, v in found.items()] if len(found) <= _ITEMS else None
         elif isinstance(value, (list, tuple, deque)):
             found = contents(value)

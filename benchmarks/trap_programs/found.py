@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import sys
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -119,3 +122,53 @@ RATES = sys.modules["rates_of_a_program"] = ModuleType("rates_of_a_program")
 @program(KIND)
 def module_by_its_name(compile: Compile) -> Results:
     return _annealed(compile, lambda: sys.modules["rates_of_a_program"].rate, lambda value: setattr(RATES, "rate", value))
+
+
+class ForEachObject:
+    """A descriptor that keeps a value for each object."""
+
+    def __init__(self) -> None:
+        self.values = weakref.WeakKeyDictionary[Any, float]()
+
+    def __get__(self, one: Any, cls: type) -> float:
+        return self.values.get(one, 1.0)
+
+    def __set__(self, one: Any, value: float) -> None:
+        self.values[one] = value
+
+
+class Rated:
+    rate = ForEachObject()
+
+
+@program(KIND)
+def setting_behind_a_descriptor(compile: Compile) -> Results:
+    rated = Rated()
+    return _annealed(compile, lambda: rated.rate, lambda value: setattr(rated, "rate", value))
+
+
+@program(KIND)
+def first_of_an_ordered_dict(compile: Compile) -> Results:
+    """The loop moves another to the front."""
+    rates = OrderedDict(a=1.0, b=0.5, c=2.0)
+    return _annealed(compile, lambda: next(iter(rates.values())), lambda _: rates.move_to_end(next(iter(rates))))
+
+
+@program(KIND)
+def array_that_processes_share(compile: Compile) -> Results:
+    rates = multiprocessing.Array("d", [1.0])
+    return _annealed(compile, lambda: rates[0], lambda value: rates.__setitem__(0, value))
+
+
+def _given() -> float:
+    return 1.0
+
+
+@program(KIND)
+def function_of_other_code(compile: Compile) -> Results:
+    """As what reloads code while it runs has it."""
+    codes = {1.0: _given.__code__, 1.5: (lambda: 1.5).__code__, 2.5: (lambda: 2.5).__code__, 3.5: (lambda: 3.5).__code__}
+    try:
+        return _annealed(compile, _given, lambda value: setattr(_given, "__code__", codes[value]))
+    finally:
+        _given.__code__ = codes[1.0]
