@@ -19,7 +19,7 @@ from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from enum import Enum
 from itertools import repeat
-from queue import SimpleQueue
+from queue import Queue, SimpleQueue
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -713,6 +713,8 @@ class AnswersForObjects:
 
 class Described:
     rate = AnswersForObjects()
+    inner: float
+    note: int
 
     @classmethod
     def factor(cls) -> float:
@@ -759,6 +761,42 @@ def test_settings_of_unusual_kinds_are_watched(what: str) -> None:
         assert found is not None and re.search(says, found), found
     finally:
         Described.factor = factor  # type: ignore[method-assign]
+
+
+def _in_a_queue(kind: type[Any], one: object) -> Any:
+    queue = kind()
+    queue.put(one)
+    return queue
+
+
+WITHOUT_A_PLACE: dict[str, Callable[[Any], Any]] = {
+    "set": lambda one: {one, 1},
+    "frozen set": lambda one: frozenset({one}),
+    "key": lambda one: {one: 1.0, "a": 2.0},
+    "weak set": lambda one: weakref.WeakSet([one]),
+    "weak key": lambda one: weakref.WeakKeyDictionary({one: 1.0}),
+    "queue": lambda one: _in_a_queue(Queue, one),
+    "simple queue": lambda one: _in_a_queue(SimpleQueue, one),
+    "array": lambda one: numpy.array([one, None], dtype=object),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_A_PLACE)
+def test_objects_that_have_no_place_of_their_own_are_watched(what: str) -> None:
+    one = Described()
+    holding = WITHOUT_A_PLACE[what](one)
+
+    class Holding(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum() * next(found.inner for found in holding if isinstance(found, Described))
+
+    one.inner = 1.0
+    guards = Guards.take(Holding())
+    assert guards.changed() is None
+    one.note = 1
+    assert guards.changed() is None
+    one.inner = 2.0
+    assert re.search(r"holding, which .* closes over.*\{Described \d+\}.inner from 1.0 to 2.0", str(guards.changed()))
 
 
 def test_the_order_of_a_dict_is_put_back() -> None:

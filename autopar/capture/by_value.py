@@ -19,7 +19,7 @@ import torch
 from autopar.capture.held import Value, is_plain
 from autopar.capture.positions import is_iterator, position_of
 
-__all__ = ["Mark", "by_value", "changes_in_place", "mark_of"]
+__all__ = ["Mark", "by_value", "changes_in_place", "mark_of", "objects_in"]
 
 _LARGEST = 1 << 20  # bytes of an array or a tensor that are compared
 _FILES = (io.TextIOWrapper, io.BufferedIOBase, io.RawIOBase)
@@ -82,8 +82,7 @@ def by_value(value: Any) -> Value | None:
         with value.mutex:
             return Value(f"queue of {len(value.queue)}", tuple(x if is_plain(x) else id(x) for x in value.queue))
     if isinstance(value, queue.SimpleQueue):
-        size, held = value.qsize(), next((x for x in gc.get_referents(value) if isinstance(x, list)), [])
-        return Value(f"queue of {size}", (size, *(x if is_plain(x) else id(x) for x in held[len(held) - size :])))
+        return Value(f"queue of {value.qsize()}", tuple(x if is_plain(x) else id(x) for x in _waiting(value)))
     if isinstance(value, threading.Event):
         return Value(f"event that is {'' if value.is_set() else 'not '}set", value.is_set())
     if isinstance(value, io.StringIO | io.BytesIO) and not value.closed:
@@ -101,6 +100,22 @@ def by_value(value: Any) -> Value | None:
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and getattr(value, "nbytes", _LARGEST + 1) <= _LARGEST:
         return Value(f"array of {value.nbytes} bytes", (str(value.dtype), value.shape, value.tobytes()))
     return None
+
+
+def objects_in(value: Any) -> tuple[Any, ...]:
+    """What a queue or an array holds beside numbers."""
+    if isinstance(value, queue.Queue):
+        with value.mutex:
+            return tuple(value.queue)
+    if isinstance(value, queue.SimpleQueue):
+        return _waiting(value)
+    return tuple(value.flat) if getattr(getattr(value, "dtype", None), "hasobject", False) and value.nbytes <= _LARGEST else ()
+
+
+def _waiting(value: queue.SimpleQueue[Any]) -> tuple[Any, ...]:
+    """What a queue holds refers to what was taken from it too."""
+    size, held = value.qsize(), next((x for x in gc.get_referents(value) if isinstance(x, list)), [])
+    return tuple(held[len(held) - size :])
 
 
 def _of_memory(value: memoryview) -> Value | None:

@@ -8,7 +8,7 @@ import gc
 import threading
 import weakref
 from collections import UserDict, UserList, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from types import (
     BuiltinFunctionType,
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from autopar.capture.attributes import Asked
-from autopar.capture.by_value import Mark, by_value, changes_in_place, mark_of
+from autopar.capture.by_value import Mark, by_value, changes_in_place, mark_of, objects_in
 from autopar.capture.held import (
     ABSENT,
     EMPTY,
@@ -211,6 +211,7 @@ class Walk:
             self.leaves[path] = known
             if changes_in_place(value):
                 self.arrays.append(value)
+            self._members(path, objects_in(value), depth)
         else:
             self._container(path, value, depth)
 
@@ -288,6 +289,7 @@ class Walk:
             if isinstance(value, set):
                 self.held.append(Held(path, value, contents(value)))
             self.leaves[path] = Value(f"set of {len(value)}", frozenset(x if is_plain(x) else id(x) for x in value))
+            self._members(path, value if len(value) <= _ITEMS else (), depth)
             self._beside(path, value, depth)
             return
         elif isinstance(value, nn.Module):
@@ -320,8 +322,17 @@ class Walk:
         self.leaves[path] = Shape(type(value).__name__, len(found) if found is not None else -1)
         for name, item in items:
             self.visit(name, item, depth - 1)
+        if isinstance(value, dict):
+            self._members(f"{path}.keys()", found, depth)
         if found is not None:
             self._beside(path, value, depth)
+
+    def _members(self, path: str, members: Iterable[Any], depth: int) -> None:
+        """The user's own objects among what has no place: members of a set, keys of a dict, what waits in a queue."""
+        for one in members if depth else ():
+            one = one() if isinstance(one, weakref.ref) else one
+            if not (is_foreign(type(one).__module__) or isinstance(one, CODE)):
+                self.visit(f"{path}{{{type(one).__name__} {id(one)}}}", one, depth - 1)
 
     def _beside(self, path: str, value: Any, depth: int) -> None:
         """What a container has as attributes beside its items."""

@@ -142,7 +142,7 @@ class Rated:
 
 
 @program(KIND)
-def setting_behind_a_descriptor(compile: Compile) -> Results:
+def rate_behind_a_descriptor(compile: Compile) -> Results:
     rated = Rated()
     return _annealed(compile, lambda: rated.rate, lambda value: setattr(rated, "rate", value))
 
@@ -172,3 +172,19 @@ def function_of_other_code(compile: Compile) -> Results:
         return _annealed(compile, _given, lambda value: setattr(_given, "__code__", codes[value]))
     finally:
         _given.__code__ = codes[1.0]
+
+
+class Stage:
+    rate = 1.0
+
+
+@program(KIND)
+def objects_in_a_set(compile: Compile) -> Results:
+    stages = {Stage()}
+    return _annealed(compile, lambda: sum(one.rate for one in stages), lambda value: [setattr(one, "rate", value) for one in stages])
+
+
+@program(KIND)
+def objects_as_keys(compile: Compile) -> Results:
+    stages = {Stage(): 1.0}
+    return _annealed(compile, lambda: sum(one.rate for one in stages), lambda value: [setattr(one, "rate", value) for one in stages])
