@@ -11,6 +11,7 @@ import itertools
 import queue
 import random
 import threading
+from collections import deque
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = ["Mark", "by_value", "changes_in_place", "mark_of", "objects_in"]
 
 _LARGEST = 1 << 20  # bytes of an array or a tensor that are compared
 _FILES = (io.TextIOWrapper, io.BufferedIOBase, io.RawIOBase)
+_CONTAINERS = frozenset({dict, list, tuple, set, frozenset, deque})  # the usual ones, which are faster to tell
 _FEW = 4096  # entries of a larger one
 Mark = tuple[int, bool, bytes | None]  # of a tensor: how often it was written to, whether it requires a gradient, what it holds
 
@@ -67,6 +69,8 @@ def _as_bytes(state: Any) -> Any:
 
 def by_value(value: Any) -> Value | None:
     """What is neither simple nor a container but can be told apart by a value of its own; None of anything else."""
+    if type(value) in _CONTAINERS:
+        return None
     if isinstance(value, random.Random):
         return Value("random generator", value.getstate())
     if isinstance(value, torch.Generator):
