@@ -6,11 +6,13 @@ import contextvars
 import functools
 import gc
 import importlib
+import itertools
 import logging
 import math
 import multiprocessing
 import operator
 import os
+import random
 import re
 import sys
 import threading
@@ -810,6 +812,48 @@ def test_the_order_of_a_dict_is_put_back() -> None:
     model = Reordering(DIM, DIM)
     capture(model, (torch.ones(2, DIM),))
     assert list(model.table) == ["a", "b"]
+
+
+def test_what_the_loop_takes_from_is_no_change() -> None:
+    """The forward asks whether there are an iterator and a generator, and takes from neither."""
+
+    class Holding(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(DIM, DIM)
+            self.batches, self.draws, self.counter, self.rate = iter(range(9)), numpy.random.default_rng(0), itertools.count(), [1.5]
+            self.seeds = random.Random(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            there = [self.batches, self.draws, self.counter, self.seeds]
+            return super().forward(x).sum() * self.rate[0] * (1.0 if None not in there else 2.0)
+
+    model = Holding()
+    guards = capture(model, (torch.ones(2, DIM),)).guards
+    assert guards is not None
+    for _ in range(3):
+        next(model.batches), next(model.counter), model.draws.random(), model.seeds.random()
+        model.rate = [1.5]  # another list, which is looked into
+        assert guards.changed() is None
+    model.draws = numpy.random.default_rng(0)
+    assert guards.changed() is None
+    model.batches = None  # type: ignore[assignment]
+    assert "batches from iterator (range_iterator) to None" in str(guards.changed())
+
+
+def test_a_slot_that_the_forward_fills_is_empty_again() -> None:
+    class Filling(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(DIM, DIM)
+            self.slotted = Slotted()
+            del self.slotted.scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.slotted.scale = 2.0
+            return super().forward(x).sum()
+
+    model = Filling()
+    capture(model, (torch.ones(2, DIM),))
+    assert not hasattr(model.slotted, "scale")
 
 
 def test_settings_of_torch_that_code_reads_are_watched() -> None:

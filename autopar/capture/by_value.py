@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.held import Value, is_plain
+from autopar.capture.held import Taken, Value, is_plain
 from autopar.capture.positions import is_iterator, position_of
 
 __all__ = ["Mark", "by_value", "changes_in_place", "mark_of", "objects_in"]
@@ -72,16 +72,16 @@ def by_value(value: Any) -> Value | None:
     if type(value) in _CONTAINERS:
         return None
     if isinstance(value, random.Random):
-        return Value("random generator", value.getstate())
+        return Taken("random generator", value.getstate())
     if isinstance(value, torch.Generator):
         with torch._C._DisableTorchDispatch():  # its state is a tensor, which a trace would take for one of the program
-            return Value("random generator", value.get_state().cpu().numpy().tobytes())
+            return Taken("random generator", value.get_state().cpu().numpy().tobytes())
     if isinstance(value, itertools.count):
-        return Value(repr(value), repr(value))
+        return Taken(repr(value), repr(value))
     if is_iterator(value):
         return position_of(value, by_value)
     if (state := _of_numpy(value)) is not None:
-        return Value("random generator", state)
+        return Taken("random generator", state)
     if isinstance(value, queue.Queue):
         with value.mutex:
             return Value(f"queue of {len(value.queue)}", tuple(x if is_plain(x) else id(x) for x in value.queue))

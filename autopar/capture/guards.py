@@ -22,7 +22,7 @@ from torch import nn
 from autopar.capture.answers import NONE, Answers, Given, Whole
 from autopar.capture.attributes import Asked
 from autopar.capture.by_value import by_value, mark_of
-from autopar.capture.held import ABSENT, EMPTY, KEPT, LEFT_OUT, Held, Opaque, child, keys_of, order_of, same, value_of
+from autopar.capture.held import ABSENT, EMPTY, KEPT, LEFT_OUT, Held, Opaque, Taken, child, keys_of, order_of, same, value_of
 from autopar.capture.left import Left, is_read
 from autopar.capture.reach import compares_objects
 from autopar.capture.said import Sayings
@@ -157,7 +157,7 @@ class Guards:
         return asked.changed_of(self._model) if whole is None else asked.changed(whole, given)
 
     def _counts(self, change: Change) -> bool:
-        if change.after is LEFT_OUT:
+        if change.after is LEFT_OUT or (isinstance(change.before, Taken) and isinstance(change.after, Taken)):
             return False
         path = change.path
         settled = self._settled.get(path)

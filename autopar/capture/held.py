@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
-    "ABSENT", "EMPTY", "EXACTLY", "KEPT", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Order", "Shape", "Value", "child",
-    "contents", "describe", "is_plain", "keys_of", "order_of", "put_back", "same", "shown_key", "value_of",
+    "ABSENT", "EMPTY", "EXACTLY", "KEPT", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Order", "Shape", "Taken", "Value",
+    "child", "contents", "describe", "is_plain", "keys_of", "order_of", "put_back", "same", "shown_key", "value_of",
 ]  # fmt: skip
 
 SIMPLE = (
@@ -68,6 +68,12 @@ class Value:
 
     def __str__(self) -> str:
         return self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Taken(Value):
+    """How far something has got that is another with each time that something is taken from it: an iterator, a generator of random
+    numbers. A forward that takes from one is refused, so that to any other it is the same."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,8 +220,8 @@ def put_back(held: Held) -> None:
             for key in now.keys() - items.keys() if held.keys is None else ():
                 delattr(holder, key)
             for key, value in items.items():
-                if now.get(key, ABSENT) is not value and value is not ABSENT:
-                    setattr(holder, key, value)
+                if now.get(key, ABSENT) is not value:
+                    delattr(holder, key) if value is ABSENT else setattr(holder, key, value)
             return
         base = _base(holder)
         if held.keys is None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.held import Value, is_plain
+from autopar.capture.held import Taken, Value, is_plain
 from autopar.capture.reach import is_foreign
 
 __all__ = ["is_iterator", "position_of"]
@@ -32,11 +32,11 @@ def is_iterator(value: object) -> bool:
     return isinstance(value, GeneratorType) or (is_foreign(cls.__module__) and not hasattr(value, "__dict__"))
 
 
-def position_of(value: Any, by_value: ByValue) -> Value | None:
+def position_of(value: Any, by_value: ByValue) -> Taken | None:
     """What is another one where an iterator has been advanced; None where that cannot be told. by_value: tells apart what else it takes
     from."""
     try:
-        return Value(f"iterator ({type(value).__name__})", _position(value, by_value, _DEPTH))
+        return Taken(f"iterator ({type(value).__name__})", _position(value, by_value, _DEPTH))
     except _CANNOT:
         return None
 
