@@ -47,8 +47,9 @@ class Region:
     """One call of a submodule, or of what is made one (`Applied`). path: where it is in the model. state: the names of its parameters and
     buffers, in the order in which it is given them. arguments: (args, kwargs) of its forward as captured, in which a Place stands for each
     tensor. autocast: what was on. linear: the gradients that it gives are linear in those that come to it. handle: its name in the program.
-    direct: a gradient comes to its results past no other region. upstream: of each tensor that it is given, the parameters of the model and
-    the regions, by handle, from which operators alone lead there.
+    direct: a gradient comes to its results past no other region. private: it is given copies, since its code writes to the memory of what
+    it is given where autograd does not see it (a kernel's); private_gradients: so is its backward. upstream: of each tensor that it is
+    given, the parameters of the model and the regions, by handle, from which operators alone lead there.
 
     It stands where the tensors of constants do, and so has what is asked of these: a device, and copies, which are itself."""
 
@@ -61,6 +62,8 @@ class Region:
     linear: bool = True
     handle: str = ""
     direct: bool = True
+    private: bool = False
+    private_gradients: bool = False
     upstream: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
     reached: set[str] = field(default_factory=set)  # of the step that runs: what a gradient has come to, as of `notes`
 
@@ -89,7 +92,10 @@ class Region:
 
     def __call__(self, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors that the forward returns, in order, in memory of their own: of what is a view of an operand, a copy."""
+        operands = {t.untyped_storage()._cdata for t in tensors}
         leaves, spec = pytree.tree_flatten(self.arguments)
+        if self.private:
+            tensors = [t.clone() for t in tensors]
         given = iter([self._noted(t, f"{self.handle}[{k}]") for k, t in enumerate(tensors)])
         args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, Place) else x for x in leaves], spec)
         modules = list(self.module.modules())
@@ -107,9 +113,8 @@ class Region:
                 m.training = mode
                 if isinstance(m, nn.RNNBase):
                     _let_go(m)
-        known = {t.untyped_storage()._cdata for t in tensors}
         found = (x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor))
-        return tuple(x.clone() if x.untyped_storage()._cdata in known else x for x in found)
+        return tuple(x.clone() if x.untyped_storage()._cdata in operands else x for x in found)
 
     def _noted(self, t: Tensor, name: str) -> Tensor:
         if not t.requires_grad or not torch.is_grad_enabled():
@@ -232,17 +237,21 @@ def _let_go(layer: nn.RNNBase) -> None:
 
 class _Reached(torch.autograd.Function):
     """n results, from which a gradient reaches every parameter, and all that the region is given: of zeros to what this rank's samples do
-    not use. Ranks reduce the gradients of all parameters, whichever their samples use. values: the results, then the operands."""
+    not use. Ranks reduce the gradients of all parameters, whichever their samples use. private: gradients go on as copies. values: the
+    results, then the operands."""
 
     @staticmethod
-    def forward(ctx: Any, n: int, *values: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, n: int, private: bool, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.private = private
         ctx.like = [(t.shape, t.dtype, t.device) for t in values[n:]]
         return tuple(result.detach() for result in values[:n])  # which may be written in place, as views may not
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (None, *grads, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like))
+        if ctx.private:
+            grads = tuple(None if g is None else g.clone() for g in grads)
+        return (None, None, *grads, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like))
 
 
 class _StandIn(torch.autograd.Function):
@@ -287,7 +296,8 @@ def region(
     differentiable = [k for k, r in enumerate(results) if (r.dtype.is_floating_point or r.dtype.is_complex) and grads[k]]
     if not differentiable or not trained or not torch.is_grad_enabled():
         return results
-    reached = dict(zip(differentiable, _Reached.apply(len(differentiable), *(results[k] for k in differentiable), *trained), strict=True))
+    made = _Reached.apply(len(differentiable), handle.private_gradients, *(results[k] for k in differentiable), *trained)
+    reached = dict(zip(differentiable, made, strict=True))
     return tuple(reached.get(k, r) for k, r in enumerate(results))
 
 
