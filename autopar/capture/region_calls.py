@@ -22,8 +22,9 @@ from autopar.capture.follow import storage_of
 from autopar.capture.hooked import Call, Outside
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import is_linear, run_small, works_by_samples, writes_unseen
+from autopar.capture.terms import as_terms
 from autopar.run.autocast import ambient
-from autopar.run.region import Applied, Place, Region
+from autopar.run.region import Applied, Place, Region, Terms
 from autopar.run.saved import Kept
 
 __all__ = ["Pass", "ReadsValues", "observed"]
@@ -69,13 +70,14 @@ def _beside_tensors(output: Any, read: bool) -> str:
 @dataclass(frozen=True, slots=True)
 class _Trial:
     """What trials of a call have shown. steady: the shapes of its results do not depend on values. rows: as of Call; linear, private,
-    private_gradients: as of Region."""
+    private_gradients, module: as of Region."""
 
     steady: bool
     rows: tuple[int, ...]
     linear: bool
     private: bool
     private_gradients: bool
+    module: nn.Module
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,10 @@ def observed(
             of.trials[alike] = trial
     if not trial.steady:
         return output, "the shapes of what it returns depend on values"
-    region = dataclasses.replace(region, linear=trial.linear, private=trial.private, private_gradients=trial.private_gradients)
+    region = dataclasses.replace(
+        region, module=trial.module if isinstance(trial.module, Terms) else module, linear=trial.linear, private=trial.private,
+        private_gradients=trial.private_gradients,
+    )  # fmt: skip
     return output, dataclasses.replace(call, region=region, rows=trial.rows, draws=draws)
 
 
@@ -171,7 +176,9 @@ def _tried(
     steady, rows = works_by_samples(region, given, state, results, draws=draws, own_backward=own)
     leaves = not all(map(only_computes, hooks))  # what is of all the gradient there is
     linear = not leaves and (not own or is_linear(region, given, state, draws=draws))
-    return _Trial(steady, () if leaves else rows, linear, private, private_gradients)
+    if steady and not rows and not hooks and isinstance(region.module, Applied):
+        region, rows = as_terms(region, given, results, draws=draws)
+    return _Trial(steady, () if leaves else rows, linear, private, private_gradients, region.module)
 
 
 def _alike(region: Region, given: Sequence[Tensor], results: Sequence[Tensor]) -> Hashable | None:

@@ -33,7 +33,7 @@ from autopar.capture.source import first_line, module_of, paths_of, running_line
 from autopar.errors import CaptureError, DependsOnValues
 from autopar.run.closed import closed_tensors
 from autopar.run.condition import Condition
-from autopar.run.region import Applied, Place, Region, within
+from autopar.run.region import Applied, Place, Region, Terms, within
 from autopar.run.saved import Kept
 
 __all__ = ["Call", "Regions", "asked", "is_static"]
@@ -307,6 +307,8 @@ class Regions:
             call = calls[index] = _as_traced(calls[index], args, kwargs)
             tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             results = torch.ops.autopar_region.call(f"{path}@{index}", tensors, len(call.results))
+            if isinstance(call.region.module, Terms) and call.region.module.weight is not None:
+                results = [r / call.region.module.weight.of(tensors) for r in results]
             leaves, spec = pytree.tree_flatten(call.structure)
             given = iter(results)
             return pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], spec)
@@ -352,6 +354,7 @@ class Regions:
         made = [f"{line} is asked in every step, and raises" for line in dict.fromkeys(conditions)]
         for calls in (*self.calls.values(), *([call] for call in self.hooks)):
             how = "split by samples where the plan splits these" if all(c.rows for c in calls) else "whole on every rank"
+            how += ", whose results are added" if any(isinstance(c.region.module, Terms) and c.rows for c in calls) else ""
             region = calls[0].region
             if isinstance(region.module, fx.GraphModule):
                 made.append(f"{calls[0].line} has sizes that depend on values: it runs as it is written, {how}")

@@ -19,7 +19,10 @@ from autopar.capture.lift import in_float64, to_float64
 from autopar.copies import copied
 from autopar.run.region import Region
 
-__all__ = ["gives_the_same", "is_linear", "run_small", "stand_ins", "works_by_samples", "writes_unseen"]
+__all__ = [
+    "AT_ONCE", "FACTORS", "Trial", "close", "differentiated", "gives_the_same", "is_linear", "run_small", "stand_ins", "trial_of",
+    "variations", "works_by_samples", "writes_unseen",
+]  # fmt: skip
 
 TOLERANCE = 1e-10  # relative to the largest of what is compared
 IN_FLOAT32 = 1e-5  # the same of what computes in float32
@@ -77,7 +80,7 @@ def works_by_samples(
     are cut alike (none if it cannot). own_backward: it need not be the same for large gradients as for small ones."""
     shapes = [tuple(r.shape) for r in results]
     with generators.kept(), torch.no_grad():
-        for tensors in _variations(given):
+        for tensors in variations(given):
             found = _results(region, tensors, state)
             if found is not None and [tuple(r.shape) for r in found] != shapes:
                 return False, ()
@@ -88,7 +91,7 @@ def works_by_samples(
     rows = [k for k, t in enumerate(given) if t.shape[:1] == (size,)]
     least = 1 if len(rows) <= AT_ONCE else len(rows)
     with generators.kept(), torch.enable_grad():
-        trial = _trial(region, given, state) if rows else None
+        trial = trial_of(region, given, state) if rows else None
         if trial is None:
             return True, ()
         for count in range(len(rows), least - 1, -1):
@@ -99,7 +102,7 @@ def works_by_samples(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Trial:
+class Trial:
     """A region, and what it is tried on. tolerance: up to which two ways to compute the same agree, relative to the largest element."""
 
     region: Region
@@ -113,18 +116,18 @@ class _Trial:
         return tuple(f for f in wished if not half or 1 / HALF <= abs(f) <= HALF)
 
 
-def _trial(region: Region, given: Sequence[Tensor], state: Sequence[Tensor]) -> _Trial | None:
+def trial_of(region: Region, given: Sequence[Tensor], state: Sequence[Tensor]) -> Trial | None:
     """In float64; in the precision that it was given where it does not take that; None if it takes neither."""
     exact = dataclasses.replace(region, module=to_float64(copied(region.module)))
     doubles, weights = [_double(t) for t in given], [_double(t) for t in state]
-    if (found := _differentiated(exact, doubles, weights, None)) is not None:
+    if (found := differentiated(exact, doubles, weights, None)) is not None:
         tolerance = IN_FLOAT32 if _rounds(exact, doubles, weights, found) else TOLERANCE
-        return _Trial(exact, doubles, weights, tolerance)
+        return Trial(exact, doubles, weights, tolerance)
     own, held = [t.detach() for t in given], [t.detach() for t in state]
-    if _differentiated(region, own, held, None) is None:
+    if differentiated(region, own, held, None) is None:
         return None
     epsilon = max((torch.finfo(t.dtype).eps for t in (*own, *held) if t.dtype.is_floating_point), default=0.0)
-    return _Trial(region, own, held, max(IN_FLOAT32, EPSILONS * epsilon))
+    return Trial(region, own, held, max(IN_FLOAT32, EPSILONS * epsilon))
 
 
 def _rounds(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], found: Ran) -> bool:
@@ -136,7 +139,7 @@ def _rounds(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], fo
         """The share of what it gives that is another if an operand is."""
         t = given[k]
         signs = torch.randint(2, t.shape, generator=generator, device="cpu").to(t.device, t.dtype) * 2 - 1
-        other = _differentiated(region, [*given[:k], t * (1 + by * signs), *given[k + 1 :]], state, found[1])
+        other = differentiated(region, [*given[:k], t * (1 + by * signs), *given[k + 1 :]], state, found[1])
         if other is None:
             return 1.0
         pairs = [(a, b) for a, b in zip((*found[0], *_left(found)), (*other[0], *_left(other)), strict=True) if a.shape == b.shape]
@@ -181,11 +184,11 @@ def gives_the_same(region: Region, other: Region, given: Sequence[Tensor], *, do
     holds tensors of its own needs it."""
     doubles, tried = [_double(t) if doubled else t.detach().clone().requires_grad_(t.requires_grad) for t in given], 0
     with generators.kept(), torch.enable_grad():
-        for tensors in (*_variations(doubles), *_larger(doubles)):
+        for tensors in (*variations(doubles), *_larger(doubles)):
             torch.manual_seed(0)
-            one = _differentiated(region, tensors, (), None)
+            one = differentiated(region, tensors, (), None)
             torch.manual_seed(0)
-            two = None if one is None else _differentiated(other, tensors, (), one[1])
+            two = None if one is None else differentiated(other, tensors, (), one[1])
             if one is None:
                 continue
             if two is None or not _alike(one, two):
@@ -193,10 +196,10 @@ def gives_the_same(region: Region, other: Region, given: Sequence[Tensor], *, do
             for factor in (2.0**-30, -(2.0**30)):
                 scaled = [g * factor for g in one[1]]
                 torch.manual_seed(0)
-                more = _differentiated(region, tensors, (), scaled)
+                more = differentiated(region, tensors, (), scaled)
                 torch.manual_seed(0)
-                others = _differentiated(other, tensors, (), scaled)
-                if more is None or others is None or not all(_close(a / factor, b / factor) for a, b in zip(_left(more), _left(others))):
+                others = differentiated(other, tensors, (), scaled)
+                if more is None or others is None or not all(close(a / factor, b / factor) for a, b in zip(_left(more), _left(others))):
                     return False
             tried += 1
     return tried > 1
@@ -204,7 +207,7 @@ def gives_the_same(region: Region, other: Region, given: Sequence[Tensor], *, do
 
 def _alike(one: Ran, two: Ran) -> bool:
     pairs = [*zip(one[0], two[0], strict=True), *zip(_left(one), _left(two), strict=True)]
-    return all(_close(a, b) or bool((a.isnan() & b.isnan()).any()) for a, b in pairs)
+    return all(close(a, b) or bool((a.isnan() & b.isnan()).any()) for a, b in pairs)
 
 
 def is_linear(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], *, draws: bool) -> bool:
@@ -214,11 +217,11 @@ def is_linear(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], 
         return False
     tried = 0
     with generators.kept(), torch.enable_grad():
-        trial = _trial(region, given, state)
+        trial = trial_of(region, given, state)
         if trial is None:
             return False
-        for tensors in (*_variations(trial.given), *_larger(trial.given)):
-            once = _differentiated(trial.region, tensors, trial.state, None)
+        for tensors in (*variations(trial.given), *_larger(trial.given)):
+            once = differentiated(trial.region, tensors, trial.state, None)
             if once is None:
                 continue
             if not _is_linear_at(trial, tensors, once):
@@ -227,19 +230,19 @@ def is_linear(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], 
     return tried > 0
 
 
-def _is_linear_at(trial: _Trial, tensors: Sequence[Tensor], once: Ran) -> bool:
+def _is_linear_at(trial: Trial, tensors: Sequence[Tensor], once: Ran) -> bool:
     region, state, tolerance = trial.region, trial.state, trial.tolerance
     generator = torch.Generator().manual_seed(2)
     other = [torch.randn(g.shape, generator=generator, dtype=torch.float64, device="cpu").to(g.device, g.dtype) for g in once[1]]
-    second = _differentiated(region, tensors, state, other)
-    summed = _differentiated(region, tensors, state, [a + b for a, b in zip(once[1], other, strict=True)])
+    second = differentiated(region, tensors, state, other)
+    summed = differentiated(region, tensors, state, [a + b for a, b in zip(once[1], other, strict=True)])
     if second is None or summed is None:
         return False
-    if not all(_close(x + y, z, tolerance=tolerance) for x, y, z in zip(*map(_left, (once, second, summed)), strict=True)):
+    if not all(close(x + y, z, tolerance=tolerance) for x, y, z in zip(*map(_left, (once, second, summed)), strict=True)):
         return False
     for factor in trial.factors((2.0**-30, -(2.0**-8), 2.0**8, 2.0**30)):
-        found = _differentiated(region, tensors, state, [g * factor for g in once[1]])
-        if found is None or not all(_close(a / factor, b, tolerance=tolerance) for a, b in zip(_left(found), _left(once), strict=True)):
+        found = differentiated(region, tensors, state, [g * factor for g in once[1]])
+        if found is None or not all(close(a / factor, b, tolerance=tolerance) for a, b in zip(_left(found), _left(once), strict=True)):
             return False
     return True
 
@@ -257,13 +260,13 @@ def _left(ran: Ran) -> list[Tensor]:
     return [g for g in (*ran[2], *ran[3]) if g.dtype.is_floating_point]
 
 
-def _holds(trial: _Trial, split: frozenset[int], size: int, factor: float) -> bool:
+def _holds(trial: Trial, split: frozenset[int], size: int, factor: float) -> bool:
     """factor: of the gradients that come to it."""
     region, state, tried = trial.region, trial.state, 0
-    for tensors in _variations(trial.given):
-        whole = _differentiated(region, tensors, state, None)
+    for tensors in variations(trial.given):
+        whole = differentiated(region, tensors, state, None)
         if whole is not None and factor != 1:
-            whole = _differentiated(region, tensors, state, [g * factor for g in whole[1]])
+            whole = differentiated(region, tensors, state, [g * factor for g in whole[1]])
         if whole is None:
             continue
         tried += 1
@@ -276,11 +279,11 @@ def _holds(trial: _Trial, split: frozenset[int], size: int, factor: float) -> bo
 Ran = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]  # results, gradients given to them, of tensors, of the state
 
 
-def _same(trial: _Trial, tensors: Sequence[Tensor], split: frozenset[int], parts: int, whole: Ran) -> bool:
+def _same(trial: Trial, tensors: Sequence[Tensor], split: frozenset[int], parts: int, whole: Ran) -> bool:
     region, state, found = trial.region, trial.state, []
     for k in range(parts):
         own = [t.chunk(parts)[k] if i in split else t for i, t in enumerate(tensors)]
-        part = _differentiated(region, own, state, [g.chunk(parts)[k] for g in whole[1]])
+        part = differentiated(region, own, state, [g.chunk(parts)[k] for g in whole[1]])
         if part is None or any(r.shape[:1] != (w.shape[0] // parts,) for r, w in zip(part[0], whole[0], strict=True)):
             return False
         found.append(part)
@@ -291,10 +294,10 @@ def _same(trial: _Trial, tensors: Sequence[Tensor], split: frozenset[int], parts
         pieces = [p[2][k] for p in found]
         joined.append((torch.cat(pieces) if k in split else torch.stack(pieces).sum(0), g))
     joined += [(torch.stack([p[3][k] for p in found]).sum(0), g) for k, g in enumerate(of_state)]
-    return all(_close(a, b, 1e-2 * min(1.0, scale), trial.tolerance) for a, b in joined)
+    return all(close(a, b, 1e-2 * min(1.0, scale), trial.tolerance) for a, b in joined)
 
 
-def _close(a: Tensor, b: Tensor, least: float = 1e-2, tolerance: float = TOLERANCE) -> bool:
+def close(a: Tensor, b: Tensor, least: float = 1e-2, tolerance: float = TOLERANCE) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.dtype.is_floating_point or not a.numel():
@@ -302,7 +305,7 @@ def _close(a: Tensor, b: Tensor, least: float = 1e-2, tolerance: float = TOLERAN
     return bool(((a - b).abs() <= tolerance * b.abs().amax().clamp(min=least)).all())
 
 
-def _variations(given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def variations(given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """What was given; its rows in another order; numbers of another scale and sign; all rows the same, which fills whatever has a
     capacity."""
     generator = torch.Generator().manual_seed(0)
@@ -326,7 +329,7 @@ def _results(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor])
         return None
 
 
-def _differentiated(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], arriving: Sequence[Tensor] | None) -> Ran | None:
+def differentiated(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], arriving: Sequence[Tensor] | None) -> Ran | None:
     """None if the region refuses these tensors. Gradients are of what has floating numbers; zeros where none flows."""
     operands = [t.clone().requires_grad_(t.dtype.is_floating_point) for t in tensors]
     weights = [t.clone().requires_grad_(t.dtype.is_floating_point) for t in state]

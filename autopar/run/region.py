@@ -32,7 +32,10 @@ from autopar.run.parametrized import class_of, pickled
 from autopar.run.part import own_attributes
 from autopar.run.saved import with_graphs
 
-__all__ = ["REGION", "Applied", "AsAutograd", "Hooked", "Place", "Region", "region", "regions_of", "within", "without_unreached"]
+__all__ = [
+    "REGION", "Applied", "AsAutograd", "Hooked", "Place", "Region", "Terms", "Weight", "region", "regions_of", "within",
+    "without_unreached",
+]  # fmt: skip
 
 REGION = "autopar.L.region"  # the operator of a program that is one
 
@@ -164,6 +167,54 @@ class Applied(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function.apply(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """By what the mean of a part counts among others: the samples of one of the tensors that a function is given, by its number among
+    these; of labels, those that are not `ignored`."""
+
+    operand: int
+    ignored: int | None = None
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor | int:
+        """Of these tensors that it is given."""
+        labels = tensors[self.operand]
+        return labels.shape[0] if self.ignored is None else (labels != self.ignored).sum()
+
+
+class Terms(Applied):
+    """A function that returns the mean of its samples, or their sum (weight: None), as one whose results for parts of them are to be added:
+    multiplied by the weight of its part. Of a part that has none both the result and the gradients are zeros."""
+
+    def __init__(self, function: type[torch.autograd.Function], weight: Weight | None) -> None:
+        super().__init__(function)
+        self.weight = weight
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.weight is None:
+            return super().forward(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        weight = self.weight.of([x for x in leaves if isinstance(x, Tensor)])
+        if isinstance(weight, Tensor):
+            leaves = [_Counted.apply(x, weight) if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+        returned = super().forward(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, lambda r: torch.where(torch.as_tensor(weight, device=r.device) > 0, r * weight, 0), returned)
+
+
+class _Counted(torch.autograd.Function):
+    """What it is given. Its gradient is zeros where nothing counts, and not what 0/0 has left."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return torch.where(weight > 0, grads[0], 0), None
 
 
 class AsAutograd(nn.Module):

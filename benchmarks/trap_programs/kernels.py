@@ -86,25 +86,27 @@ class _Gated(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """The mean cross entropy of a linear layer. Its gradients are made in forward, and multiplied in backward where they lie."""
+    """The mean cross entropy of a linear layer, over labels that are not to be ignored. Its gradients are made in forward, and multiplied
+    in backward where they lie."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight: Tensor, y: Tensor) -> Tensor:
-        x, w, n = _memory(h.contiguous()), _memory(weight), len(y)
+    def forward(ctx: Any, h: Tensor, weight: Tensor, y: Tensor, ignored: int) -> Tensor:
+        x, w, kept = _memory(h.contiguous()), _memory(weight), _memory(y) != ignored
         logits = x @ w.T
         shares = np.exp(logits - logits.max(-1, keepdims=True))
-        shares /= shares.sum(-1, keepdims=True)
-        loss = -np.log(shares[np.arange(n), _memory(y)]).mean()
-        shares[np.arange(n), _memory(y)] -= 1
-        ctx.save_for_backward(*(torch.from_numpy(g).to(h.dtype) for g in (shares @ w / n, shares.T @ x / n)))
-        return h.new_tensor(loss)
+        shares *= kept[:, None] / shares.sum(-1, keepdims=True) / np.float64(kept.sum())
+        at = np.flatnonzero(kept), _memory(y)[kept]
+        loss = (np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1))[kept] - logits[at]
+        shares[at] -= 1 / np.float64(kept.sum())
+        ctx.save_for_backward(*(torch.from_numpy(g).to(h.dtype) for g in (shares @ w, shares.T @ x)))
+        return h.new_tensor(loss.mean())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         of_h, of_weight = ctx.saved_tensors
         for g in (of_h, of_weight):
             _memory(g)[:] *= float(grads[0])
-        return of_h, of_weight, None
+        return of_h, of_weight, None, None
 
 
 class _Layer(nn.Module):
@@ -129,7 +131,7 @@ class _FusedLoss(_Fused):
     """The last layer and the loss are one function, called in the model's own forward."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        loss: Tensor = _Loss.apply(self.hidden(x), self.head.weight, y)
+        loss: Tensor = _Loss.apply(self.hidden(x), self.head.weight, y, -100)
         return loss
 
 
@@ -141,11 +143,14 @@ def fused_layers(compile: Compile) -> Results:
 
 @program(KIND, plans=("dp2mb2",))
 def fused_last_layer_and_loss(compile: Compile) -> Results:
-    """Gradients are added over two batches, each loss divided by two."""
+    """Labels are ignored, more of them in the first half of each batch, and in one batch all of that half. Gradients are added over two
+    batches, each loss divided by two."""
     model = compile(seeded(_FusedLoss), example_inputs=batch())
     optimizer, losses = sgd(model), []
     for k in range(4):
-        loss = model(*batch(k)) / 2
+        x, y = batch(k)
+        y[: 2 * k] = -100
+        loss = model(x, y) / 2
         loss.backward()
         losses.append(loss.item())
         if k % 2:
