@@ -31,7 +31,7 @@ FINE, COARSE = 2.0**-40, 2.0**-8  # relative changes of operands: below what flo
 UNTOLD = 1e-2  # the share of what is another for COARSE that may be another for FINE, where what is rounded is at a boundary
 AT_ONCE = 4  # tensors of which every subset is tried
 FACTORS = (1.0, 2.0**-30, 2.0**30)  # of gradients
-HALF = 2.0**8  # the largest of those where they are in half precision
+HALF = 2.0**4  # the largest of those where they are in half precision
 LEAST_SIZE, SIZE_STEP = 8, 4  # larger sizes are reduced to 12, 16, 20 ..., distinct where they were distinct
 LARGE = 1 << 26  # elements of parameters and buffers, beyond which it is not copied in order to be tried
 REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError)
@@ -250,9 +250,8 @@ def _is_linear_at(trial: Trial, tensors: Sequence[Tensor], once: Ran) -> bool:
 def _larger(given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """What was given with other signs, smaller and larger."""
     for factor in (-1.0, 2.0**-10, 2.0**10, -(2.0**20)):
-        made = [t * factor if t.dtype.is_floating_point else t for t in given]
-        if not any(t.dtype == torch.float16 and bool(t.isinf().any()) for t in made):
-            yield made
+        if abs(factor) <= HALF or not any(t.dtype == torch.float16 for t in given):
+            yield [t * factor if t.dtype.is_floating_point else t for t in given]
 
 
 def _left(ran: Ran) -> list[Tensor]:

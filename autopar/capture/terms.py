@@ -71,6 +71,8 @@ def _adds_up(trial: Trial, split: Sequence[int], size: int, weight: Weight | Non
         whole = differentiated(trial.region, tensors, (), None)
         if whole is None or not bool(whole[0][0].isfinite()):
             continue
+        if not any(bool(whole[2][k].any()) for k in split):  # it does not use them
+            return False
         for factor in trial.factors(FACTORS):
             scaled = whole if factor == 1 else differentiated(trial.region, tensors, (), [g * factor for g in whole[1]])
             if scaled is None:

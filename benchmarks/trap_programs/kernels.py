@@ -73,13 +73,13 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         a, b = a.contiguous(), b.contiguous()
         ctx.save_for_backward(a, b)
-        return torch.from_numpy(_memory(a) / (1 + np.exp(-_memory(a))) * _memory(b)).to(a.dtype)
+        return torch.from_numpy(_memory(a) * (0.5 + 0.5 * np.tanh(0.5 * _memory(a))) * _memory(b)).to(a.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         a, b = ctx.saved_tensors
         g, x, y = _memory(grads[0].contiguous()), _memory(a), _memory(b)
-        share = 1 / (1 + np.exp(-x))
+        share = 0.5 + 0.5 * np.tanh(0.5 * x)
         silu = x * share
         x[:], y[:] = g * y * (silu * (1 - share) + share), g * silu
         return a, b
@@ -90,16 +90,17 @@ class _Loss(torch.autograd.Function):
     in backward where they lie."""
 
     @staticmethod
+    @np.errstate(all="ignore")
     def forward(ctx: Any, h: Tensor, weight: Tensor, y: Tensor, ignored: int) -> Tensor:
         x, w, kept = _memory(h.contiguous()), _memory(weight), _memory(y) != ignored
         logits = x @ w.T
         shares = np.exp(logits - logits.max(-1, keepdims=True))
         shares *= kept[:, None] / shares.sum(-1, keepdims=True) / np.float64(kept.sum())
         at = np.flatnonzero(kept), _memory(y)[kept]
-        loss = (np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1))[kept] - logits[at]
+        loss = (np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1))[kept] - logits[at]  # of each label
         shares[at] -= 1 / np.float64(kept.sum())
         ctx.save_for_backward(*(torch.from_numpy(g).to(h.dtype) for g in (shares @ w, shares.T @ x)))
-        return h.new_tensor(loss.mean())
+        return h.new_tensor(loss.sum() / np.float64(kept.sum()))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
