@@ -123,8 +123,8 @@ class _Almost(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("function", "dtype", "rows"),
     [
-        (k._Norm, torch.float32, (0,)), (_InFloat32, torch.float32, (0,)), (_Not64, torch.float32, (0,)), (_Not64, torch.bfloat16, (0,)), (_Not64, torch.float16, (0,)),
-        (_Coupled, torch.float32, ()), (_Almost, torch.float32, ()),
+        (k._Norm, torch.float32, (0,)), (_InFloat32, torch.float32, (0,)), (_Not64, torch.float32, (0,)),
+        (_Not64, torch.bfloat16, (0,)), (_Not64, torch.float16, (0,)), (_Coupled, torch.float32, ()), (_Almost, torch.float32, ()),
     ],
 )  # fmt: skip
 def test_rows_are_found_in_the_precision_of_a_kernel(
