@@ -13,14 +13,17 @@ from torch import Tensor, nn
 
 from autopar.capture import capture, region_calls
 from autopar.capture.imported import with_what_is_imported
-from autopar.capture.samples import is_linear, works_by_samples, writes_unseen
+from autopar.capture.samples import is_linear, parts_of, works_by_samples, writes_unseen
 from autopar.capture.terms import as_terms
 from autopar.catalog import strategies_of
+from autopar.errors import CaptureError
 from autopar.ir import P, R, S
 from autopar.planner.shard import view_of
 from autopar.run.region import REGION, Applied, Place, Region, Terms, Weight
 from autopar.run.region import region as run
+from benchmarks._traps_kit import batch
 from benchmarks.trap_programs import kernels as k
+from benchmarks.trap_programs.gradients import Adjoint, HalfAdjoint
 
 pytestmark = pytest.mark.pure
 Arguments = tuple[Any, ...]
@@ -136,6 +139,11 @@ def test_rows_are_found_in_the_precision_of_a_kernel(
     assert works_by_samples(of, given, (), (result,), draws=False, own_backward=True) == (True, rows)
     if rows:
         assert is_linear(of, given, (), draws=False)
+
+
+def test_samples_are_cut_into_few_parts() -> None:
+    """A trial of a batch of tokens is no call for each of them."""
+    assert [parts_of(n) for n in (2, 3, 8, 12, 32_768, 30, 17, 49)] == [(2,), (3,), (2, 8), (2, 3, 12), (2, 16), (2, 3, 15), (17,), (7,)]
 
 
 def test_labels_do_not_make_a_function_nonlinear() -> None:
@@ -268,3 +276,13 @@ def test_what_a_call_imports_is_imported_before_it_is_looked_at(tmp_path: Path, 
     finally:
         for name in ("lazily", "lazily.backend"):
             sys.modules.pop(name, None)
+
+
+def test_a_function_that_bends_the_gradients_of_a_module_it_is_given_is_refused() -> None:
+    """It would read weights where they lie: parts, or on another stage."""
+    with pytest.raises(CaptureError, match=r"an autograd function is given a module \(Linear\), whose weights its backward may read"):
+        capture(HalfAdjoint(), batch())
+    x, y = batch()
+    for dtype in (torch.float32, torch.float64):
+        found = capture(Adjoint().to(dtype), (x.to(dtype), y)).program
+        assert not any(op.target == REGION for op in found.ops), "what autograd would compute is a graph"

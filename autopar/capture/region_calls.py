@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -114,8 +117,11 @@ def observed(
     own_backward: list[object] = [module] if isinstance(module, Applied) else []
     hooks: list[Callable[..., Any]] = []
 
+    handed = list(_weights_held_by((args, kwargs))) if isinstance(module, Applied) else []
+
     def applied(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own_backward.append(cls)
+        handed.extend(_weights_held_by((args, kwargs)))
         return apply(*args, **kwargs)
 
     watched = hooks_told(lambda _, hook: hooks.append(hook))
@@ -127,6 +133,9 @@ def observed(
     results = tuple(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
     if versions != [t._version for t in (*given, *own.values())] or attributes != _attributes(module):
         return output, "it changes what it is given, a buffer or an attribute"
+    if handed:
+        what = f"an autograd function is given {handed[0]}"
+        return output, f"{what}, whose weights its backward may read, where they may be in parts: let it be given tensors alone"
     if outside.read:
         return output, f"it reads {outside.read}, which is not its own: let the model give it in the call"
     if not results or any(t.layout != torch.strided for t in (*given, *results)):
@@ -189,6 +198,18 @@ def _alike(region: Region, given: Sequence[Tensor], results: Sequence[Tensor]) -
     of = [(tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad) for t in (*given, *results)]
     function = region.module.function if isinstance(region.module, Applied) else None
     return function, str(spec), tuple(None if isinstance(x, Place) else (type(x), x) for x in leaves), tuple(of), region.autocast
+
+
+def _weights_held_by(value: Any, depth: int = 3) -> Iterator[str]:
+    """What there is in arguments that has parameters or buffers, in words: modules, also where functions hold them."""
+    for x in pytree.tree_leaves(value) if depth else ():
+        of = getattr(x, "__self__", None) if isinstance(x, MethodType) else x
+        if isinstance(of, nn.Module):
+            yield from (f"a module ({type(of).__name__})",) if next(chain(of.parameters(), of.buffers()), None) is not None else ()
+        elif isinstance(of, functools.partial):
+            yield from _weights_held_by((of.func, of.args, of.keywords), depth - 1)
+        elif isinstance(of, FunctionType) and of.__closure__:
+            yield from _weights_held_by([cell.cell_contents for cell in of.__closure__ if cell != CellType()], depth - 1)
 
 
 def _attributes(module: nn.Module) -> list[dict[str, int]]:

@@ -20,7 +20,7 @@ from autopar.copies import copied
 from autopar.run.region import Region
 
 __all__ = [
-    "AT_ONCE", "FACTORS", "Trial", "close", "differentiated", "gives_the_same", "is_linear", "run_small", "stand_ins", "trial_of",
+    "AT_ONCE", "FACTORS", "Trial", "close", "differentiated", "gives_the_same", "is_linear", "parts_of", "run_small", "stand_ins", "trial_of",
     "variations", "works_by_samples", "writes_unseen",
 ]  # fmt: skip
 
@@ -30,6 +30,7 @@ EPSILONS = 8  # the same of lower precisions, in their own epsilons
 FINE, COARSE = 2.0**-40, 2.0**-8  # relative changes of operands: below what float32 resolves, and above it
 UNTOLD = 1e-2  # the share of what is another for COARSE that may be another for FINE, where what is rounded is at a boundary
 AT_ONCE = 4  # tensors of which every subset is tried
+MOST_PARTS = 16  # into which samples are cut, where there are as many and their number is no prime
 FACTORS = (1.0, 2.0**-30, 2.0**30)  # of gradients
 HALF = 2.0**4  # the largest of those where they are in half precision
 LEAST_SIZE, SIZE_STEP = 8, 4  # larger sizes are reduced to 12, 16, 20 ..., distinct where they were distinct
@@ -259,6 +260,13 @@ def _left(ran: Ran) -> list[Tensor]:
     return [g for g in (*ran[2], *ran[3]) if g.dtype.is_floating_point]
 
 
+def parts_of(size: int) -> tuple[int, ...]:
+    """Into how many parts so many samples are cut: 2, 3, and as many as there are, up to a limit; but for such that leave a rest."""
+    most = next(n for n in range(min(size, MOST_PARTS), 0, -1) if size % n == 0)
+    found = {n for n in (2, 3, most) if n > 1 and size % n == 0}
+    return tuple(sorted(found)) or (size,)
+
+
 def _holds(trial: Trial, split: frozenset[int], size: int, factor: float) -> bool:
     """factor: of the gradients that come to it."""
     region, state, tried = trial.region, trial.state, 0
@@ -269,8 +277,8 @@ def _holds(trial: Trial, split: frozenset[int], size: int, factor: float) -> boo
         if whole is None:
             continue
         tried += 1
-        for parts in {2, 3, size}:
-            if size % parts == 0 and not _same(trial, tensors, split, parts, whole):
+        for parts in parts_of(size):
+            if not _same(trial, tensors, split, parts, whole):
                 return False
     return tried > 1
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar import generators
-from autopar.capture.samples import AT_ONCE, FACTORS, Trial, close, differentiated, trial_of, variations
+from autopar.capture.samples import AT_ONCE, FACTORS, Trial, close, differentiated, parts_of, trial_of, variations
 from autopar.run.region import Applied, Region, Terms, Weight
 
 __all__ = ["as_terms"]
@@ -77,8 +77,8 @@ def _adds_up(trial: Trial, split: Sequence[int], size: int, weight: Weight | Non
             scaled = whole if factor == 1 else differentiated(trial.region, tensors, (), [g * factor for g in whole[1]])
             if scaled is None:
                 return False
-            for parts in {2, 3, size} if factor == 1 else {2}:
-                if size % parts == 0 and not _same(trial, tensors, split, parts, weight, scaled):
+            for parts in parts_of(size) if factor == 1 else parts_of(size)[:1]:
+                if not _same(trial, tensors, split, parts, weight, scaled):
                     return False
         tried += 1
     return tried > 1
