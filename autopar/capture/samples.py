@@ -20,8 +20,8 @@ from autopar.copies import copied
 from autopar.run.region import Region
 
 __all__ = [
-    "AT_ONCE", "FACTORS", "Trial", "close", "differentiated", "gives_the_same", "is_linear", "parts_of", "run_small", "stand_ins", "trial_of",
-    "variations", "works_by_samples", "writes_unseen",
+    "AT_ONCE", "FACTORS", "Trial", "close", "differentiated", "gives_the_same", "is_linear", "parts_of", "run_small", "stand_ins",
+    "trial_of", "variations", "works_by_samples", "writes_unseen",
 ]  # fmt: skip
 
 TOLERANCE = 1e-10  # relative to the largest of what is compared
