@@ -286,3 +286,69 @@ def test_a_function_that_bends_the_gradients_of_a_module_it_is_given_is_refused(
     for dtype in (torch.float32, torch.float64):
         found = capture(Adjoint().to(dtype), (x.to(dtype), y)).program
         assert not any(op.target == REGION for op in found.ops), "what autograd would compute is a graph"
+
+
+class _Held(Tensor):
+    """A tensor that holds another, as those of a lower precision do, and takes no operators."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)  # type: ignore[attr-defined]
+        made.held = held
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].held)
+        raise NotImplementedError(f"{func}")
+
+
+class _Hold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        held: Tensor = _Held(torch.from_numpy(x.detach().numpy().round(1)))
+        return held
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class _Release(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        return x.held * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2
+
+
+class _Lower(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Release.apply(_Hold.apply(x))
+        return y
+
+
+class _InLower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.lower = nn.Linear(8, 8), _Lower()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lower(self.first(x)).sum()
+
+
+def test_what_computes_with_tensors_of_other_classes_runs_as_it_is_written() -> None:
+    found = capture(_InLower(), (drawn((6, 8))[0],)).program
+    assert [(op.module, op.kwarg("rows")) for op in found.ops if op.target == REGION] == [("lower", (0,))]
+    model = _InLower()
+    model.first.weight = nn.Parameter(_Held(model.first.weight.detach()), requires_grad=False)
+    with pytest.raises(CaptureError, match=r"first.weight of _InLower is a _Held tensor, and a program is of dense ones"):
+        capture(model, (drawn((6, 8))[0],))

@@ -27,6 +27,7 @@ from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import is_linear, run_small, works_by_samples, writes_unseen
 from autopar.capture.terms import as_terms
 from autopar.run.autocast import ambient
+from autopar.run.inputs import not_dense
 from autopar.run.region import Applied, Place, Region, Terms
 from autopar.run.saved import Kept
 
@@ -138,8 +139,8 @@ def observed(
         return output, f"{what}, whose weights its backward may read, where they may be in parts: let it be given tensors alone"
     if outside.read:
         return output, f"it reads {outside.read}, which is not its own: let the model give it in the call"
-    if not results or any(t.layout != torch.strided for t in (*given, *results)):
-        return output, "it does not return dense tensors"
+    if not results or any(not_dense(t) for t in (*given, *results)):
+        return output, "it does not take and return dense tensors"
     if any(storage_of(t) in held for t in results):
         return output, "what it returns shares memory with its parameters or buffers"
     draws = not generators.same(random)

@@ -17,6 +17,7 @@ from torch import Tensor
 from autopar import generators
 from autopar.capture.lift import in_float64, to_float64
 from autopar.copies import copied
+from autopar.run.inputs import not_dense
 from autopar.run.region import Region
 
 __all__ = [
@@ -330,10 +331,12 @@ def variations(given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _results(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+    """None if the region refuses these tensors, or gives such that are not dense."""
     try:
-        return region(tensors, state)
+        found = region(tensors, state)
     except REFUSALS:
         return None
+    return None if any(map(not_dense, found)) else found
 
 
 def differentiated(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], arriving: Sequence[Tensor] | None) -> Ran | None:
