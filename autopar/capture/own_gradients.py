@@ -90,9 +90,10 @@ def other_backward(
 
 def runs_again(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inputs) -> frozenset[Function]:
     """The autograd functions that the model applies whose backward runs again what their forward ran where gradients are off, as
-    checkpointing written by hand does. Calls the model once, and leaves it as it was."""
+    checkpointing written by hand does, or differentiates modules that they are given. Calls the model once, and leaves it as it was."""
     applied = _applied(model, loss, inputs, (), own={id(p) for p in model.parameters()})
-    other = {cls: calls for cls, calls in applied.items() if not _gives_the_same(cls, AsAutograd, calls)}
+    given_code = {cls for cls, calls in applied.items() if any(map(callable, pytree.tree_leaves(calls)))}
+    other = {cls: calls for cls, calls in applied.items() if cls in given_code or not _gives_the_same(cls, AsAutograd, calls)}
     return frozenset(cls for cls, calls in other.items() if _gives_the_same(cls, Kept, calls))
 
 

@@ -33,6 +33,7 @@ from autopar.capture.guards import Guards
 from autopar.capture.held import ABSENT
 from autopar.capture.hidden import Hidden, Seen, can_be_hidden
 from autopar.capture.hooked import refuse_left
+from autopar.capture.imported import with_what_is_imported
 from autopar.capture.infer import Inference
 from autopar.capture.instances import NotRepeated, StandIns
 from autopar.capture.islands import with_islands
@@ -133,10 +134,10 @@ def capture(
     """
     arguments = arguments_of(example_inputs)
     with sparse_buffers_aside(model), on_meta(model, arguments, any_model=not data) as of:
-        found = _captured_and_checked(
-            model, _beside(model, arguments), check, loss=loss, outputs=outputs, dtype=dtype, written=written, trains=trains, sizes=sizes,
-            beside=beside, asked_of=given_as(example_inputs),
-        )  # fmt: skip
+        how: dict[str, Any] = {"outputs": outputs, "dtype": dtype, "written": written, "trains": trains, "sizes": sizes, "beside": beside}
+        found = with_what_is_imported(
+            lambda: _captured_and_checked(model, _beside(model, arguments), check, loss=loss, asked_of=given_as(example_inputs), **how)
+        )
         return dataclasses.replace(found, tensors={v: of.get(id(t), t) for v, t in found.tensors.items()}) if of else found
 
 

@@ -10,34 +10,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, library, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar import generators
-from autopar.capture.applied import Function, applied_by, hooks_told, only_computes
+from autopar.capture.applied import Function, applied_by, hooks_told
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, left_as_it_was
 from autopar.capture.export import FAILURES, objective_of
-from autopar.capture.flops import CountedFlops
 from autopar.capture.follow import storage_of
-from autopar.capture.hooked import IN_A_PART, Call, Outside, hooked
+from autopar.capture.hooked import IN_A_PART, Call, hooked
 from autopar.capture.own_gradients import OwnGradients, below, innermost, without_values
 from autopar.capture.reach import is_foreign
+from autopar.capture.region_calls import Pass, ReadsValues, observed
 from autopar.capture.repeats import forwards_replaced
-from autopar.capture.samples import is_linear, run_small, works_by_samples
 from autopar.capture.source import first_line, module_of, paths_of, running_line
 from autopar.errors import CaptureError, DependsOnValues
-from autopar.run.autocast import ambient
 from autopar.run.closed import closed_tensors
 from autopar.run.condition import Condition
-from autopar.run.region import Applied, Place, Region, within
+from autopar.run.region import Applied, Place, Region, Terms, within
 from autopar.run.saved import Kept
 
 __all__ = ["Call", "Regions", "asked", "is_static"]
@@ -96,6 +92,7 @@ class Regions:
         self.hooks: list[Call] = []  # on activations, of the model's own forward, in order
         self.tried = 0
         self.refused: dict[str, str] = {}  # path -> why it cannot be a region
+        self._trials: dict[Hashable, Any] = {}
         self._raised = ""  # what the last run of the model ended with, as a line
         held = (*model.named_parameters(), *model.named_buffers())
         self._names = {storage_of(t): name for name, t in held if t.layout == torch.strided}
@@ -124,7 +121,7 @@ class Regions:
         decide what it does; whether it does."""
         if "" in self.calls:
             return False
-        values = _Values()
+        values = ReadsValues()
         calls = self._run([""], line, values).get("", [])
         if len(calls) != 1 or not calls[0].rows or values.read:
             self.refused.pop("", None)
@@ -154,15 +151,15 @@ class Regions:
     def _keep_hooks(self) -> None:
         """Keep the hooks on activations that the model's own forward registers."""
 
-        observed = False  # what registers it while it is tried
+        looking = False  # what registers it while it is tried
 
         def noted(tensor: Tensor, hook: Callable[..., Any]) -> None:
-            nonlocal observed
-            if not observed and innermost(self._paths) == "":
-                line, observed = running_line(), True
+            nonlocal looking
+            if not looking and innermost(self._paths) == "":
+                line, looking = running_line(), True
                 self.hooks.append(hooked(f"hook_{len(self.hooks)}", hook, tensor, line, self._names))
                 held.append((hook, [*map(id, closed_tensors(hook))], line))
-                observed = False
+                looking = False
 
         held: list[tuple[Callable[..., Any], list[int], str]] = []
         self._call_model(hooks_told(noted))
@@ -189,24 +186,25 @@ class Regions:
         found: dict[str, list[Call]] = {}
         self.calls = {path: calls for path, calls in self.calls.items() if not isinstance(calls[0].region.module, Applied)}
         around = tuple(self.calls)
-        observed = False  # inside of one that is observed nothing is
+        looking = False  # inside of one that is looked at nothing is
 
         def noted(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            nonlocal observed
-            if observed or cls not in self.functions:
+            nonlocal looking
+            if looking or cls not in self.functions:
                 return apply(*args, **kwargs)
             path, module = self._path_of(cls), Applied(cls)
             if below(path, around):
                 return apply(*args, **kwargs)
-            lines[path], observed = running_line(), True
+            lines[path], looking = running_line(), True
             try:
-                output, call = _observed(path, module, module.forward, args, kwargs, lines[path], self._names, keeps)
+                output, call = observed(path, module, module.forward, args, kwargs, lines[path], of)
             finally:
-                observed = False
+                looking = False
             self._note(path, call, found)
             return output
 
         with Kept() as keeps:
+            of = Pass(self._names, keeps, self._trials)
             self._call_model(applied_by(noted))
         self.calls |= {path: calls for path, calls in found.items() if path not in self.refused}
         return {path: line for path, line in lines.items() if path in self.refused}
@@ -238,7 +236,7 @@ class Regions:
         """Make a region of operators that are no submodule; whether they can be one. given: what they are called with. no_grad: whether
         they run with gradients off."""
         with torch.set_grad_enabled(not no_grad), generators.kept(), Kept() as keeps:
-            call = _observed(path, graph, graph.forward, tuple(given), {}, line, {}, keeps)[1]
+            call = observed(path, graph, graph.forward, tuple(given), {}, line, Pass({}, keeps))[1]
         if isinstance(call, str):
             self.refused[path] = call
             return False
@@ -255,14 +253,14 @@ class Regions:
             trace = trace.tb_next
         return found
 
-    def _run(self, paths: list[str], line: str, mode: _Values | None = None) -> dict[str, list[Call]]:
-        """Run the model, and keep the calls of those of these submodules that can be regions. mode: as of `_observed`."""
+    def _run(self, paths: list[str], line: str, mode: ReadsValues | None = None) -> dict[str, list[Call]]:
+        """Run the model, and keep the calls of those of these submodules that can be regions. mode: as of `observed`."""
         found: dict[str, list[Call]] = {}
         self._raised = ""
 
         def watched(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
-                output, call = _observed(path, module, forward, args, kwargs, line, self._names, keeps, mode)
+                output, call = observed(path, module, forward, args, kwargs, line, of, mode)
                 self._note(path, call, found)
                 return output
 
@@ -271,6 +269,7 @@ class Regions:
         forwards = {p: watched(p, m, m.forward) for p in paths if (m := self.model.get_submodule(p))}
         try:
             with Kept() as keeps:
+                of = Pass(self._names, keeps, self._trials)
                 self._call_model(forwards_replaced(forwards, self.model))
         except FAILURES as error:
             self._raised = f"\n  running it as it is written raises {type(error).__name__}: {first_line(error)}"
@@ -308,6 +307,8 @@ class Regions:
             call = calls[index] = _as_traced(calls[index], args, kwargs)
             tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             results = torch.ops.autopar_region.call(f"{path}@{index}", tensors, len(call.results))
+            if isinstance(call.region.module, Terms) and call.region.module.weight is not None:
+                results = [r / call.region.module.weight.of(tensors) for r in results]
             leaves, spec = pytree.tree_flatten(call.structure)
             given = iter(results)
             return pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], spec)
@@ -353,121 +354,13 @@ class Regions:
         made = [f"{line} is asked in every step, and raises" for line in dict.fromkeys(conditions)]
         for calls in (*self.calls.values(), *([call] for call in self.hooks)):
             how = "split by samples where the plan splits these" if all(c.rows for c in calls) else "whole on every rank"
+            how += ", whose results are added" if any(isinstance(c.region.module, Terms) and c.rows for c in calls) else ""
             region = calls[0].region
             if isinstance(region.module, fx.GraphModule):
                 made.append(f"{calls[0].line} has sizes that depend on values: it runs as it is written, {how}")
             else:
                 made.append(f"{region.name} runs as it is written, {how}, for no graph holds {calls[0].line}")
         return tuple(made)
-
-
-class _Values(TorchFunctionMode):
-    """Notes whether the user's code inside takes values of tensors into Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read = False
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__name__", "") in _READS_VALUES and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
-            self.read = True
-        return func(*args, **(kwargs or {}))
-
-
-_READS_VALUES = frozenset((
-    "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal", "is_nonzero", "item",
-    "numpy", "tolist",
-))  # fmt: skip
-
-
-_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
-
-
-def _beside_tensors(output: Any, read: bool) -> str:
-    """What there is in an output beside tensors that another call may return otherwise; '' for nothing. read: the code has taken values of
-    tensors."""
-    for x in pytree.tree_leaves(output):
-        if not isinstance(x, (Tensor, *_PLAIN)):
-            return f"an object ({type(x).__name__})"
-        if read and isinstance(x, int | float | complex | str):
-            return f"{type(x).__name__} {x!r}, and takes values of tensors into Python"
-    return ""
-
-
-def _observed(
-    path: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, line: str, names: Mapping[int, str],
-    keeps: Kept, mode: _Values | None = None,
-) -> tuple[Any, Call | str]:  # fmt: skip
-    """What a submodule returns, and the call, or why it cannot be a region. names: of the model's tensors, by storage. keeps: what autograd
-    keeps of the pass. mode: notes whether its code takes values of tensors."""
-    given = tuple(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-    own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    copies = tuple(t.detach().clone() for t in given)
-    versions = [t._version for t in (*given, *own.values())]
-    attributes = _attributes(module)
-    random = generators.states()
-    held = {storage_of(t) for t in own.values()}
-    known = held | {storage_of(t) for t in given}
-    saved: dict[int, int] = {}
-
-    def pack(t: Tensor) -> list[Tensor]:
-        if storage_of(t) not in known:
-            saved[storage_of(t)] = t.untyped_storage().nbytes()
-        return keeps.pack(t)
-
-    outside = Outside({storage: name for storage, name in names.items() if storage not in known})
-    kept = torch.autograd.graph.saved_tensors_hooks(pack, keeps.unpack)
-    own_backward: list[object] = [module] if isinstance(module, Applied) else []
-    hooks: list[Callable[..., Any]] = []
-
-    def applied(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own_backward.append(cls)
-        return apply(*args, **kwargs)
-
-    watched = hooks_told(lambda _, hook: hooks.append(hook))
-    values = mode if isinstance(mode, _Values) else _Values()  # the innermost, which the code itself calls
-    with outside, CountedFlops() as counted, kept, watched, applied_by(applied), values:
-        output = forward(*args, **kwargs)
-    if beside := _beside_tensors(output, values.read):
-        return output, f"it returns {beside}, which a graph would hold as it was in one call: let it return tensors"
-    results = tuple(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
-    if versions != [t._version for t in (*given, *own.values())] or attributes != _attributes(module):
-        return output, "it changes what it is given, a buffer or an attribute"
-    if outside.read:
-        return output, f"it reads {outside.read}, which is not its own: let the model give it in the call"
-    if not results or any(t.layout != torch.strided for t in (*given, *results)):
-        return output, "it does not return dense tensors"
-    if any(storage_of(t) in held for t in results):
-        return output, "what it returns shares memory with its parameters or buffers"
-    draws = not generators.same(random)
-    region = Region(
-        path=path, module=module, state=tuple(own), arguments=pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs)),
-        modes=tuple(m.training for m in module.modules()), autocast=ambient(),
-    )  # fmt: skip
-    structure = pytree.tree_map_only(Tensor, lambda t: torch.empty(0, device="cpu"), output)
-    call = Call(
-        region=region, arguments=copies, results=tuple(r.detach() if not r.requires_grad else r.detach().requires_grad_() for r in results),
-        structure=structure, flops=counted.flops, saved=sum(saved.values()), draws=draws, rows=(), line=line,
-    )  # fmt: skip
-    tried, made = list(copies), list(call.results)
-    meta = any(t.is_meta for t in (*given, *own.values()))
-    with forwards_replaced({"": forward}, module), torch.device("cpu") if meta else contextlib.nullcontext():
-        if meta:
-            small = None if own else run_small(call.region, given, results)
-            if small is None:
-                return output, "it lies on the meta device, and cannot be tried on small tensors of numbers: build the model with data"
-            tried, made, draws = small
-            call = dataclasses.replace(call, draws=draws)
-        steady, rows = works_by_samples(
-            call.region, tried, tuple(own.values()), made, draws=draws, own_backward=bool(own_backward or hooks)
-        )
-        leaves = not all(map(only_computes, hooks))  # what is of all the gradient there is
-        if leaves or ((own_backward or hooks) and not is_linear(call.region, tried, tuple(own.values()), draws=draws)):
-            call = dataclasses.replace(call, region=dataclasses.replace(call.region, linear=False))
-        rows = () if leaves else rows
-    return output, dataclasses.replace(call, rows=rows) if steady else "the shapes of what it returns depend on values"
 
 
 def _as_traced(call: Call, args: Any, kwargs: Any) -> Call:
@@ -486,12 +379,6 @@ def _line_of(error: BaseException | None) -> str:
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     own = [f for f in frames if not f.filename.startswith((_TORCH, _AUTOPAR, "<"))]
     return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}" if own else ""
-
-
-def _attributes(module: nn.Module) -> list[dict[str, int]]:
-    """Which tensors and numbers its modules hold."""
-    held = [{**vars(m), **m._buffers} for m in module.modules()]
-    return [{name: id(x) for name, x in of.items() if isinstance(x, Tensor | int | float)} for of in held]
 
 
 def is_static(tensor: Tensor) -> bool:

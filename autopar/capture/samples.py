@@ -1,10 +1,12 @@
-"""Does a region work on every sample by itself? It is run in float64, whole and in parts, on what it was given and on variations of it.
+"""Does a region work on every sample by itself? It is run in float64, whole and in parts, on what it was given and on variations of it;
+what does not take float64, as many a kernel, in its own precision.
 
 What is said of an operator without a rule (autopar/catalog/probe.py) holds here: agreement on all samples, of results and gradients.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -15,13 +17,23 @@ from torch import Tensor
 from autopar import generators
 from autopar.capture.lift import in_float64, to_float64
 from autopar.copies import copied
+from autopar.run.inputs import not_dense
 from autopar.run.region import Region
 
-__all__ = ["gives_the_same", "is_linear", "run_small", "stand_ins", "works_by_samples"]
+__all__ = [
+    "AT_ONCE", "FACTORS", "Trial", "close", "differentiated", "gives_the_same", "is_linear", "parts_of", "run_small", "stand_ins",
+    "trial_of", "variations", "works_by_samples", "writes_unseen",
+]  # fmt: skip
 
 TOLERANCE = 1e-10  # relative to the largest of what is compared
+IN_FLOAT32 = 1e-5  # the same of what computes in float32
+EPSILONS = 8  # the same of lower precisions, in their own epsilons
+FINE, COARSE = 2.0**-40, 2.0**-8  # relative changes of operands: below what float32 resolves, and above it
+UNTOLD = 1e-2  # the share of what is another for COARSE that may be another for FINE, where what is rounded is at a boundary
 AT_ONCE = 4  # tensors of which every subset is tried
+MOST_PARTS = 16  # into which samples are cut, where there are as many and their number is no prime
 FACTORS = (1.0, 2.0**-30, 2.0**30)  # of gradients
+HALF = 2.0**4  # the largest of those where they are in half precision
 LEAST_SIZE, SIZE_STEP = 8, 4  # larger sizes are reduced to 12, 16, 20 ..., distinct where they were distinct
 LARGE = 1 << 26  # elements of parameters and buffers, beyond which it is not copied in order to be tried
 REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError)
@@ -70,7 +82,7 @@ def works_by_samples(
     are cut alike (none if it cannot). own_backward: it need not be the same for large gradients as for small ones."""
     shapes = [tuple(r.shape) for r in results]
     with generators.kept(), torch.no_grad():
-        for tensors in _variations(given):
+        for tensors in variations(given):
             found = _results(region, tensors, state)
             if found is not None and [tuple(r.shape) for r in found] != shapes:
                 return False, ()
@@ -79,16 +91,93 @@ def works_by_samples(
         return True, ()
     (size,) = sizes
     rows = [k for k, t in enumerate(given) if t.shape[:1] == (size,)]
-    exact = dataclasses.replace(region, module=to_float64(copied(region.module)))
-    doubles = [_double(t) for t in given]
-    weights = [_double(t) for t in state]
     least = 1 if len(rows) <= AT_ONCE else len(rows)
     with generators.kept(), torch.enable_grad():
+        trial = trial_of(region, given, state) if rows else None
+        if trial is None:
+            return True, ()
         for count in range(len(rows), least - 1, -1):
             for split in itertools.combinations(rows, count):
-                if all(_holds(exact, doubles, weights, frozenset(split), size, f) for f in (FACTORS if own_backward else (1.0,))):
+                if all(_holds(trial, frozenset(split), size, f) for f in (trial.factors(FACTORS) if own_backward else (1.0,))):
                     return True, split
     return True, ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trial:
+    """A region, and what it is tried on. tolerance: up to which two ways to compute the same agree, relative to the largest element."""
+
+    region: Region
+    given: list[Tensor]
+    state: list[Tensor]
+    tolerance: float
+
+    def factors(self, wished: Sequence[float]) -> tuple[float, ...]:
+        """Of gradients; as many as half precision holds, where they are in it."""
+        half = any(t.dtype == torch.float16 for t in (*self.given, *self.state))
+        return tuple(f for f in wished if not half or 1 / HALF <= abs(f) <= HALF)
+
+
+def trial_of(region: Region, given: Sequence[Tensor], state: Sequence[Tensor]) -> Trial | None:
+    """In float64; in the precision that it was given where it does not take that; None if it takes neither."""
+    exact = dataclasses.replace(region, module=to_float64(copied(region.module)))
+    doubles, weights = [_double(t) for t in given], [_double(t) for t in state]
+    if (found := differentiated(exact, doubles, weights, None)) is not None:
+        tolerance = IN_FLOAT32 if _rounds(exact, doubles, weights, found) else TOLERANCE
+        return Trial(exact, doubles, weights, tolerance)
+    own, held = [t.detach() for t in given], [t.detach() for t in state]
+    if differentiated(region, own, held, None) is None:
+        return None
+    epsilon = max((torch.finfo(t.dtype).eps for t in (*own, *held) if t.dtype.is_floating_point), default=0.0)
+    return Trial(region, own, held, max(IN_FLOAT32, EPSILONS * epsilon))
+
+
+def _rounds(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], found: Ran) -> bool:
+    """Whether it computes in a lower precision than it is given: it does not tell an operand from one that differs in the last bits of
+    float64, nowhere, and tells it from one that differs more."""
+    generator = torch.Generator().manual_seed(3)
+
+    def changed(k: int, by: float) -> float:
+        """The share of what it gives that is another if an operand is."""
+        t = given[k]
+        signs = torch.randint(2, t.shape, generator=generator, device="cpu").to(t.device, t.dtype) * 2 - 1
+        other = differentiated(region, [*given[:k], t * (1 + by * signs), *given[k + 1 :]], state, found[1])
+        if other is None:
+            return 1.0
+        pairs = [(a, b) for a, b in zip((*found[0], *_left(found)), (*other[0], *_left(other)), strict=True) if a.shape == b.shape]
+        return sum(int((a != b).sum()) for a, b in pairs) / max(1, sum(a.numel() for a, _ in pairs))
+
+    floating = [k for k, t in enumerate(given) if t.dtype == torch.float64]
+    return any(changed(k, FINE) <= UNTOLD * share for k in floating if (share := changed(k, COARSE)) > 0)
+
+
+def writes_unseen(
+    region: Region, given: Sequence[Tensor], state: Sequence[Tensor], *, draws: bool, own_backward: bool
+) -> tuple[bool, bool]:
+    """Whether it writes to the memory of what it is given, in forward or in backward, and to that of the gradients that come to it:
+    autograd does not see what kernels of the user's write. own_backward: it may do so in backward. What cannot be tried may do both."""
+    if (draws or sum(t.numel() for t in state) > LARGE) and own_backward:
+        return True, True
+    operands = [t.detach().clone().requires_grad_(t.dtype.is_floating_point) for t in given]
+    weights = [t.detach().clone().requires_grad_(t.dtype.is_floating_point) for t in state]
+    with generators.kept(), torch.enable_grad():
+        found = _results(region, operands, weights)
+        if found is None:
+            return own_backward, own_backward
+        generator = torch.Generator().manual_seed(1)
+        grads = [torch.randn(r.shape, generator=generator, dtype=torch.float64, device="cpu").to(r.device, r.dtype) for r in found]
+        before = [g.clone() for g in grads]
+        flowing = [k for k, r in enumerate(found) if r.requires_grad]
+        leaves = [t for t in (*operands, *weights) if t.requires_grad]
+        if own_backward and flowing and leaves:
+            with contextlib.suppress(*REFUSALS):
+                torch.autograd.grad([found[k] for k in flowing], leaves, [grads[k] for k in flowing], allow_unused=True)
+    written = not all(_identical(a.detach(), b) for a, b in zip(operands, given, strict=True))
+    return written, not all(_identical(a, b) for a, b in zip(grads, before, strict=True))
+
+
+def _identical(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def gives_the_same(region: Region, other: Region, given: Sequence[Tensor], *, doubled: bool = True) -> bool:
@@ -97,11 +186,11 @@ def gives_the_same(region: Region, other: Region, given: Sequence[Tensor], *, do
     holds tensors of its own needs it."""
     doubles, tried = [_double(t) if doubled else t.detach().clone().requires_grad_(t.requires_grad) for t in given], 0
     with generators.kept(), torch.enable_grad():
-        for tensors in (*_variations(doubles), *_larger(doubles)):
+        for tensors in (*variations(doubles), *_larger(doubles)):
             torch.manual_seed(0)
-            one = _differentiated(region, tensors, (), None)
+            one = differentiated(region, tensors, (), None)
             torch.manual_seed(0)
-            two = None if one is None else _differentiated(other, tensors, (), one[1])
+            two = None if one is None else differentiated(other, tensors, (), one[1])
             if one is None:
                 continue
             if two is None or not _alike(one, two):
@@ -109,10 +198,10 @@ def gives_the_same(region: Region, other: Region, given: Sequence[Tensor], *, do
             for factor in (2.0**-30, -(2.0**30)):
                 scaled = [g * factor for g in one[1]]
                 torch.manual_seed(0)
-                more = _differentiated(region, tensors, (), scaled)
+                more = differentiated(region, tensors, (), scaled)
                 torch.manual_seed(0)
-                others = _differentiated(other, tensors, (), scaled)
-                if more is None or others is None or not all(_close(a / factor, b / factor) for a, b in zip(_left(more), _left(others))):
+                others = differentiated(other, tensors, (), scaled)
+                if more is None or others is None or not all(close(a / factor, b / factor) for a, b in zip(_left(more), _left(others))):
                     return False
             tried += 1
     return tried > 1
@@ -120,7 +209,7 @@ def gives_the_same(region: Region, other: Region, given: Sequence[Tensor], *, do
 
 def _alike(one: Ran, two: Ran) -> bool:
     pairs = [*zip(one[0], two[0], strict=True), *zip(_left(one), _left(two), strict=True)]
-    return all(_close(a, b) or bool((a.isnan() & b.isnan()).any()) for a, b in pairs)
+    return all(close(a, b) or bool((a.isnan() & b.isnan()).any()) for a, b in pairs)
 
 
 def is_linear(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], *, draws: bool) -> bool:
@@ -128,31 +217,34 @@ def is_linear(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], 
     of two change no digit."""
     if draws or sum(t.numel() for t in state) > LARGE:
         return False
-    exact = dataclasses.replace(region, module=to_float64(copied(region.module)))
-    doubles, weights, tried = [_double(t) for t in given], [_double(t) for t in state], 0
+    tried = 0
     with generators.kept(), torch.enable_grad():
-        for tensors in (*_variations(doubles), *_larger(doubles)):
-            once = _differentiated(exact, tensors, weights, None)
+        trial = trial_of(region, given, state)
+        if trial is None:
+            return False
+        for tensors in (*variations(trial.given), *_larger(trial.given)):
+            once = differentiated(trial.region, tensors, trial.state, None)
             if once is None:
                 continue
-            if not _is_linear_at(exact, tensors, weights, once):
+            if not _is_linear_at(trial, tensors, once):
                 return False
             tried += 1
     return tried > 0
 
 
-def _is_linear_at(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], once: Ran) -> bool:
+def _is_linear_at(trial: Trial, tensors: Sequence[Tensor], once: Ran) -> bool:
+    region, state, tolerance = trial.region, trial.state, trial.tolerance
     generator = torch.Generator().manual_seed(2)
     other = [torch.randn(g.shape, generator=generator, dtype=torch.float64, device="cpu").to(g.device, g.dtype) for g in once[1]]
-    second = _differentiated(region, tensors, state, other)
-    summed = _differentiated(region, tensors, state, [a + b for a, b in zip(once[1], other, strict=True)])
+    second = differentiated(region, tensors, state, other)
+    summed = differentiated(region, tensors, state, [a + b for a, b in zip(once[1], other, strict=True)])
     if second is None or summed is None:
         return False
-    if not all(_close(x + y, z) for x, y, z in zip(*map(_left, (once, second, summed)), strict=True)):
+    if not all(close(x + y, z, tolerance=tolerance) for x, y, z in zip(*map(_left, (once, second, summed)), strict=True)):
         return False
-    for factor in (2.0**-30, -(2.0**-8), 2.0**8, 2.0**30):
-        found = _differentiated(region, tensors, state, [g * factor for g in once[1]])
-        if found is None or not all(_close(a / factor, b) for a, b in zip(_left(found), _left(once), strict=True)):
+    for factor in trial.factors((2.0**-30, -(2.0**-8), 2.0**8, 2.0**30)):
+        found = differentiated(region, tensors, state, [g * factor for g in once[1]])
+        if found is None or not all(close(a / factor, b, tolerance=tolerance) for a, b in zip(_left(found), _left(once), strict=True)):
             return False
     return True
 
@@ -160,26 +252,34 @@ def _is_linear_at(region: Region, tensors: Sequence[Tensor], state: Sequence[Ten
 def _larger(given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """What was given with other signs, smaller and larger."""
     for factor in (-1.0, 2.0**-10, 2.0**10, -(2.0**20)):
-        yield [t * factor if t.dtype.is_floating_point else t for t in given]
+        if abs(factor) <= HALF or not any(t.dtype == torch.float16 for t in given):
+            yield [t * factor if t.dtype.is_floating_point else t for t in given]
 
 
 def _left(ran: Ran) -> list[Tensor]:
     """The gradients that it has given."""
-    return [*ran[2], *ran[3]]
+    return [g for g in (*ran[2], *ran[3]) if g.dtype.is_floating_point]
 
 
-def _holds(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], split: frozenset[int], size: int, factor: float) -> bool:
+def parts_of(size: int) -> tuple[int, ...]:
+    """Into how many parts so many samples are cut: 2, 3, and as many as there are, up to a limit; but for such that leave a rest."""
+    most = next(n for n in range(min(size, MOST_PARTS), 0, -1) if size % n == 0)
+    found = {n for n in (2, 3, most) if n > 1 and size % n == 0}
+    return tuple(sorted(found)) or (size,)
+
+
+def _holds(trial: Trial, split: frozenset[int], size: int, factor: float) -> bool:
     """factor: of the gradients that come to it."""
-    tried = 0
-    for tensors in _variations(given):
-        whole = _differentiated(region, tensors, state, None)
+    region, state, tried = trial.region, trial.state, 0
+    for tensors in variations(trial.given):
+        whole = differentiated(region, tensors, state, None)
         if whole is not None and factor != 1:
-            whole = _differentiated(region, tensors, state, [g * factor for g in whole[1]])
+            whole = differentiated(region, tensors, state, [g * factor for g in whole[1]])
         if whole is None:
             continue
         tried += 1
-        for parts in {2, 3, size}:
-            if size % parts == 0 and not _same(region, tensors, state, split, parts, whole):
+        for parts in parts_of(size):
+            if not _same(trial, tensors, split, parts, whole):
                 return False
     return tried > 1
 
@@ -187,11 +287,11 @@ def _holds(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], spl
 Ran = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]  # results, gradients given to them, of tensors, of the state
 
 
-def _same(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], split: frozenset[int], parts: int, whole: Ran) -> bool:
-    found = []
+def _same(trial: Trial, tensors: Sequence[Tensor], split: frozenset[int], parts: int, whole: Ran) -> bool:
+    region, state, found = trial.region, trial.state, []
     for k in range(parts):
         own = [t.chunk(parts)[k] if i in split else t for i, t in enumerate(tensors)]
-        part = _differentiated(region, own, state, [g.chunk(parts)[k] for g in whole[1]])
+        part = differentiated(region, own, state, [g.chunk(parts)[k] for g in whole[1]])
         if part is None or any(r.shape[:1] != (w.shape[0] // parts,) for r, w in zip(part[0], whole[0], strict=True)):
             return False
         found.append(part)
@@ -202,18 +302,18 @@ def _same(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], sp
         pieces = [p[2][k] for p in found]
         joined.append((torch.cat(pieces) if k in split else torch.stack(pieces).sum(0), g))
     joined += [(torch.stack([p[3][k] for p in found]).sum(0), g) for k, g in enumerate(of_state)]
-    return all(_close(a, b, 1e-2 * min(1.0, scale)) for a, b in joined)
+    return all(close(a, b, 1e-2 * min(1.0, scale), trial.tolerance) for a, b in joined)
 
 
-def _close(a: Tensor, b: Tensor, least: float = 1e-2) -> bool:
+def close(a: Tensor, b: Tensor, least: float = 1e-2, tolerance: float = TOLERANCE) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.dtype.is_floating_point or not a.numel():
         return torch.equal(a, b)
-    return bool(((a - b).abs() <= TOLERANCE * b.abs().amax().clamp(min=least)).all())
+    return bool(((a - b).abs() <= tolerance * b.abs().amax().clamp(min=least)).all())
 
 
-def _variations(given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def variations(given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """What was given; its rows in another order; numbers of another scale and sign; all rows the same, which fills whatever has a
     capacity."""
     generator = torch.Generator().manual_seed(0)
@@ -231,13 +331,15 @@ def _variations(given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _results(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+    """None if the region refuses these tensors, or gives such that are not dense."""
     try:
-        return region(tensors, state)
+        found = region(tensors, state)
     except REFUSALS:
         return None
+    return None if any(map(not_dense, found)) else found
 
 
-def _differentiated(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], arriving: Sequence[Tensor] | None) -> Ran | None:
+def differentiated(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], arriving: Sequence[Tensor] | None) -> Ran | None:
     """None if the region refuses these tensors. Gradients are of what has floating numbers; zeros where none flows."""
     operands = [t.clone().requires_grad_(t.dtype.is_floating_point) for t in tensors]
     weights = [t.clone().requires_grad_(t.dtype.is_floating_point) for t in state]
@@ -254,7 +356,7 @@ def _differentiated(region: Region, tensors: Sequence[Tensor], state: Sequence[T
     grads = {}
     if flowing and leaves:
         try:
-            left = torch.autograd.grad([found[k] for k in flowing], leaves, [given[k] for k in flowing], allow_unused=True)
+            left = torch.autograd.grad([found[k] for k in flowing], leaves, [given[k].clone() for k in flowing], allow_unused=True)
         except REFUSALS:  # of a hook
             return None
         grads = {id(t): g for t, g in zip(leaves, left, strict=True)}

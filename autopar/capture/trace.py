@@ -29,7 +29,7 @@ from autopar.ir import Arg, Buffer, Input, Op, Param, Ref
 from autopar.run.autocast import Autocast
 from autopar.run.condition import Condition
 from autopar.run.objects import key_name
-from autopar.run.region import REGION, within
+from autopar.run.region import REGION, Terms, within
 
 __all__ = ["Names", "Trace", "Traced", "flatten", "leaf_path"]
 
@@ -482,6 +482,7 @@ def _described(call: Call, results: Sequence[torch.Tensor]) -> tuple[tuple[str, 
     return (
         ("shapes", tuple(tuple(r.shape) for r in results)), ("dtypes", dtypes), ("grads", tuple(r.requires_grad for r in call.results)),
         ("rows", call.rows), ("flops", call.flops), ("saved", call.saved), ("draws", call.draws), ("linear", call.region.linear),
+        *((("terms", True),) if isinstance(call.region.module, Terms) and call.rows else ()),
         *((("counts", True),) if isinstance(call.region.module, Condition) and call.region.module.counts else ()),
     )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Opaque regions: whole on every rank, or by samples where trying it at capture has shown that it works on each by itself."""
+"""Opaque regions: whole on every rank, or by samples where trying it at capture has shown that it works on each by itself, or that what
+it makes of parts of them is to be added."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from autopar.catalog.rule import OpView, localizes, register
-from autopar.ir import Arg, Op, R, S, Strategy
+from autopar.ir import Arg, Op, P, R, S, Strategy
 
 __all__: list[str] = []
 
@@ -15,7 +16,8 @@ def region(view: OpView) -> Iterable[Strategy]:
     """The operands are the handle, the tensors that it is given, its parameters and buffers."""
     rows = view.op.kwarg("rows")
     if isinstance(rows, tuple) and rows:
-        yield view.strategy([S(0) if k - 1 in rows else R for k in range(len(view.ins))], [S(0)] * len(view.outs))
+        made = P if view.op.kwarg("terms") else S(0)
+        yield view.strategy([S(0) if k - 1 in rows else R for k in range(len(view.ins))], [made] * len(view.outs))
 
 
 @localizes("autopar.L.region")

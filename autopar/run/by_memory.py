@@ -13,7 +13,7 @@ import torch
 from torch._functorch import eager_transforms, vmap
 from torch.utils import dlpack
 
-__all__ = ["not_transformed", "refuse_parts"]
+__all__ = ["not_transformed", "refuse_parts", "refused"]
 
 _TRANSFORMS = "a transform of torch.func (vmap, grad, vjp)"
 _PLACES: tuple[tuple[Any, str, str], ...] = (  # where it stands, its name there, what it is to the user
@@ -34,10 +34,11 @@ def refuse_parts(name_of: Callable[[object], str | None]) -> None:
 def not_transformed(name: str) -> None:
     """TypeError inside of a function that torch.func transforms, which reads a part by another way than as an argument."""
     if torch._C._are_functorch_transforms_active():
-        raise TypeError(_refused(name, _TRANSFORMS))
+        raise TypeError(refused(name, _TRANSFORMS))
 
 
-def _refused(name: str, what: str) -> str:
+def refused(name: str, what: str) -> str:
+    """Why, and what to do. name: of what the part is of; what: takes it."""
     return (
         f"{name} is held in parts by several processes, and {what} takes the memory of this rank's part for the whole. Call it inside of "
         f"`with model.full_parameters():`"
@@ -50,7 +51,7 @@ def _asking(func: Callable[..., Any], what: str, name_of: Callable[[object], str
         for given in (*args, *kwargs.values()):
             for one in given if isinstance(given, (list, tuple)) else (given,):
                 if (name := name_of(one)) is not None:
-                    raise TypeError(_refused(name, what))
+                    raise TypeError(refused(name, what))
         return func(*args, **kwargs)
 
     return asking

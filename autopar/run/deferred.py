@@ -14,6 +14,7 @@ from autopar.errors import LaunchError, SettingError
 from autopar.run.grad_mode import with_gradients
 from autopar.run.inputs import as_example
 from autopar.run.module import ParallelModule
+from autopar.run.part_gradients import hooks_aside
 from autopar.run.stand_in import StandIn
 from autopar.run.stepping import tell_of_steps
 from autopar.run.tree import REGISTRIES
@@ -102,6 +103,10 @@ class DeferredModule(StandIn):
         return self._started._runs_calls_of_methods(args, kwargs)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with hooks_aside(self.original.parameters()):
+            self._begin_without_hooks(args, kwargs)
+
+    def _begin_without_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keep = self.__dict__
         if world_size() != self._gpus:
             raise LaunchError(

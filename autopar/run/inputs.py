@@ -355,6 +355,8 @@ def not_dense(tensor: Tensor) -> tuple[str, str] | None:
     """How a tensor lies in memory that no program is given, and what to do; None of a dense one."""
     if tensor.is_nested:
         return "nested", "give the model a padded tensor, and the lengths or a mask"
+    if hasattr(type(tensor), "__tensor_flatten__"):  # it holds others, as quantized ones and those of torch.distributed do
+        return type(tensor).__name__, "give the model plain tensors; quantize (torchao) and distribute (DTensor) none before it is compiled"
     return None if tensor.layout == torch.strided else ("sparse", "give the model the dense one (.to_dense()), or its indices and values")
 
 

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.run.lies import Lies
 from autopar.run.part import AnyPart, PartTensor, in_graph, is_part, lies_of, part_like
 from autopar.run.plain import asker, plainly
 from autopar.run.wholes import cut_as, of_shape
 
-__all__ = ["gradients", "register_hook", "seen_as_itself"]
+__all__ = ["gradients", "hooks_aside", "register_hook", "seen_as_itself"]
 
 _GRADIENTS = inspect.signature(torch.autograd.grad)
 
 
 def register_hook(x: AnyPart, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """Hooks on gradients are given parts, of which norms are those of the whole."""
-    lies = x._lies
+    with plainly():
+        return x.register_hook(_on_part(hook, x._lies))
 
+
+def _on_part(hook: Callable[[Tensor], Tensor | None], lies: Lies) -> Callable[[Tensor | None], Tensor | None]:
     def on_part(grad: Tensor | None) -> Tensor | None:
         if grad is None:  # no gradient reaches it, of which torch tells no hook of a plain parameter
             return None
@@ -33,8 +37,25 @@ def register_hook(x: AnyPart, hook: Callable[[Tensor], Tensor | None]) -> Any:
                 return None
             return cut_as(of_shape(changed if is_part(changed) else lies.agreed(changed), lies), lies)
 
-    with plainly():
-        return x.register_hook(on_part)
+    return on_part
+
+
+@contextlib.contextmanager
+def hooks_aside(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, these parameters have no hooks on their gradients; afterwards those that they had, under the same handles. What has become a
+    part inside has them as if they were registered on it."""
+    tables = [(p, table) for p in params for table in (p._backward_hooks, p._post_accumulate_grad_hooks) if table]
+    kept = [(p, table, dict(table)) for p, table in tables]
+    for _, table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for p, table, hooks in kept:
+            with plainly():
+                on_gradients = table is p._backward_hooks
+            lies = lies_of(p) if on_gradients and is_part(p) else None  # type: ignore[arg-type]
+            table.update({key: hook if lies is None else _on_part(hook, lies) for key, hook in hooks.items()})
 
 
 def gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from autopar.run import function_names as F
+from autopar.run.by_memory import refused
 from autopar.run.elementwise import elementwise, foreach, fused, unscale
 from autopar.run.given import DATA, GRAD, note
 from autopar.run.part import AnyPart, Part, PartTensor, alias_of, as_part, copied, is_part, local, memory_of
@@ -33,6 +34,7 @@ from autopar.run.wholes import cut_as, fresh, of_shape, on_the_whole, view
 
 __all__ = ["Part", "PartTensor"]
 
+_OF_KERNELS = frozenset({"bitsandbytes", "cupy", "numba", "pycuda", "triton"})  # what else asks for an address compares it
 
 
 def _by_parts(
@@ -44,6 +46,8 @@ def _by_parts(
     first: Any = args[0] if args else None
     if name in ("__get__", "__set__", "__delete__"):
         return _attribute(func, name, args)
+    if name == "data_ptr" and args[0]._lies.split and _package(asker()) in _OF_KERNELS:
+        raise TypeError(refused(args[0]._lies.name, f"a kernel ({_package(asker())})"))
     if name == "data_ptr" and args[0].numel() and not local(args[0]).numel():
         return id(args[0]._lies)  # of no memory here, and another for each parameter
     if name in F.STORAGES and args[0]._lies.split and not _asked_by_torch(asker()):
@@ -92,6 +96,10 @@ def _by_parts(
         if found is not NotImplemented:
             return found
     return on_the_whole(func, name, args, kwargs)
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _asked_by_torch(frame: FrameType) -> bool:

@@ -32,7 +32,10 @@ from autopar.run.parametrized import class_of, pickled
 from autopar.run.part import own_attributes
 from autopar.run.saved import with_graphs
 
-__all__ = ["REGION", "Applied", "AsAutograd", "Hooked", "Place", "Region", "region", "regions_of", "within", "without_unreached"]
+__all__ = [
+    "REGION", "Applied", "AsAutograd", "Hooked", "Place", "Region", "Terms", "Weight", "region", "regions_of", "within",
+    "without_unreached",
+]  # fmt: skip
 
 REGION = "autopar.L.region"  # the operator of a program that is one
 
@@ -47,8 +50,9 @@ class Region:
     """One call of a submodule, or of what is made one (`Applied`). path: where it is in the model. state: the names of its parameters and
     buffers, in the order in which it is given them. arguments: (args, kwargs) of its forward as captured, in which a Place stands for each
     tensor. autocast: what was on. linear: the gradients that it gives are linear in those that come to it. handle: its name in the program.
-    direct: a gradient comes to its results past no other region. upstream: of each tensor that it is given, the parameters of the model and
-    the regions, by handle, from which operators alone lead there.
+    direct: a gradient comes to its results past no other region. private: it is given copies, since its code writes to the memory of what
+    it is given where autograd does not see it (a kernel's); private_gradients: so is its backward. upstream: of each tensor that it is
+    given, the parameters of the model and the regions, by handle, from which operators alone lead there.
 
     It stands where the tensors of constants do, and so has what is asked of these: a device, and copies, which are itself."""
 
@@ -61,6 +65,8 @@ class Region:
     linear: bool = True
     handle: str = ""
     direct: bool = True
+    private: bool = False
+    private_gradients: bool = False
     upstream: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
     reached: set[str] = field(default_factory=set)  # of the step that runs: what a gradient has come to, as of `notes`
 
@@ -89,7 +95,10 @@ class Region:
 
     def __call__(self, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors that the forward returns, in order, in memory of their own: of what is a view of an operand, a copy."""
+        operands = {t.untyped_storage()._cdata for t in tensors}
         leaves, spec = pytree.tree_flatten(self.arguments)
+        if self.private:
+            tensors = [t.clone() for t in tensors]
         given = iter([self._noted(t, f"{self.handle}[{k}]") for k, t in enumerate(tensors)])
         args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, Place) else x for x in leaves], spec)
         modules = list(self.module.modules())
@@ -107,9 +116,8 @@ class Region:
                 m.training = mode
                 if isinstance(m, nn.RNNBase):
                     _let_go(m)
-        known = {t.untyped_storage()._cdata for t in tensors}
         found = (x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor))
-        return tuple(x.clone() if x.untyped_storage()._cdata in known else x for x in found)
+        return tuple(x.clone() if x.untyped_storage()._cdata in operands else x for x in found)
 
     def _noted(self, t: Tensor, name: str) -> Tensor:
         if not t.requires_grad or not torch.is_grad_enabled():
@@ -159,6 +167,54 @@ class Applied(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function.apply(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """By what the mean of a part counts among others: the samples of one of the tensors that a function is given, by its number among
+    these; of labels, those that are not `ignored`."""
+
+    operand: int
+    ignored: int | None = None
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor | int:
+        """Of these tensors that it is given."""
+        labels = tensors[self.operand]
+        return labels.shape[0] if self.ignored is None else (labels != self.ignored).sum()
+
+
+class Terms(Applied):
+    """A function that returns the mean of its samples, or their sum (weight: None), as one whose results for parts of them are to be added:
+    multiplied by the weight of its part. Of a part that has none both the result and the gradients are zeros."""
+
+    def __init__(self, function: type[torch.autograd.Function], weight: Weight | None) -> None:
+        super().__init__(function)
+        self.weight = weight
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.weight is None:
+            return super().forward(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        weight = self.weight.of([x for x in leaves if isinstance(x, Tensor)])
+        if isinstance(weight, Tensor):
+            leaves = [_Counted.apply(x, weight) if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+        returned = super().forward(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, lambda r: torch.where(torch.as_tensor(weight, device=r.device) > 0, r * weight, 0), returned)
+
+
+class _Counted(torch.autograd.Function):
+    """What it is given. Its gradient is zeros where nothing counts, and not what 0/0 has left."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return torch.where(weight > 0, grads[0], 0), None
 
 
 class AsAutograd(nn.Module):
@@ -232,17 +288,21 @@ def _let_go(layer: nn.RNNBase) -> None:
 
 class _Reached(torch.autograd.Function):
     """n results, from which a gradient reaches every parameter, and all that the region is given: of zeros to what this rank's samples do
-    not use. Ranks reduce the gradients of all parameters, whichever their samples use. values: the results, then the operands."""
+    not use. Ranks reduce the gradients of all parameters, whichever their samples use. private: gradients go on as copies. values: the
+    results, then the operands."""
 
     @staticmethod
-    def forward(ctx: Any, n: int, *values: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, n: int, private: bool, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.private = private
         ctx.like = [(t.shape, t.dtype, t.device) for t in values[n:]]
         return tuple(result.detach() for result in values[:n])  # which may be written in place, as views may not
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (None, *grads, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like))
+        if ctx.private:
+            grads = tuple(None if g is None else g.clone() for g in grads)
+        return (None, None, *grads, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like))
 
 
 class _StandIn(torch.autograd.Function):
@@ -287,7 +347,8 @@ def region(
     differentiable = [k for k, r in enumerate(results) if (r.dtype.is_floating_point or r.dtype.is_complex) and grads[k]]
     if not differentiable or not trained or not torch.is_grad_enabled():
         return results
-    reached = dict(zip(differentiable, _Reached.apply(len(differentiable), *(results[k] for k in differentiable), *trained), strict=True))
+    made = _Reached.apply(len(differentiable), handle.private_gradients, *(results[k] for k in differentiable), *trained)
+    reached = dict(zip(differentiable, made, strict=True))
     return tuple(reached.get(k, r) for k, r in enumerate(results))
 
 

@@ -4,7 +4,8 @@ Every other optimizer (norms or matrices of whole parameters: Adafactor, Muon, L
 torch functions are exact and slower. While an elementwise one of torch.optim steps, its parameters, their gradients and its states are
 plain tensors: the hooks that torch calls before and after each step change their class, not the objects. Between its steps states are
 parts as parameters are: what people read of them and write to them is of the whole. A closure is called with parts, and so are hooks of
-the user's own: an optimizer that has some steps on parts.
+the user's own: an optimizer that has some steps on parts. What an optimizer has compiled (torch.compile, with fullgraph=True) takes no
+parts, and runs as it is written.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import (
@@ -39,6 +41,18 @@ _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam,
 _NUMBERS = ("step", "mu_product", "eta", "mu")  # states of these that are one number, whatever the parameter is
 # by its id: an optimizer, and its parameters and their gradients, which are plain for the time of its step
 _open: dict[int, tuple[Optimizer, list[Any], list[Any]]] = {}
+_IN_PARTS = "and NAME is held in parts by several processes. Use"
+_BY_NORMS = f"has kernels for the norm of each parameter, {_IN_PARTS} one without such kernels, which sees whole parameters"
+# modules of optimizers that take the memory of a part for the whole, and why
+_OF_WHOLE_ONES = (
+    ("torch.distributed.optim.zero_redundancy_optimizer", "has one rank step on each parameter, and NAME is held in parts by several. Use "
+     "the optimizer that it wraps: pins={'zero': 1} has autopar keep states in parts"),
+    ("torchao.optim.", f"of torchao keeps states of whole parameters in tensors that take no parts, {_IN_PARTS} an optimizer of "
+     "torch.optim (pins={'zero': 1} keeps states in parts), or of bitsandbytes"),
+    ("apex.optimizers.fused_lamb", _BY_NORMS), ("apex.optimizers.fused_mixed_precision_lamb", _BY_NORMS),
+    ("apex.optimizers.fused_novograd", _BY_NORMS), ("deepspeed.ops.lamb.", _BY_NORMS),
+)  # fmt: skip
+_stances: list[Any] = []  # of torch.compile, of the steps that run
 _hooked = False
 # by its id: a parameter of what was compiled and not called since, and the name of its model
 _not_called: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
@@ -82,9 +96,11 @@ def _tell(optimizer: Optimizer) -> None:
 
 
 def close_steps() -> None:
-    """Parameters that a step which raised has left plain are parts again."""
+    """Parameters that a step which raised has left plain are parts again, and what is compiled runs compiled."""
     for optimizer in list(_open):
         _close(optimizer)
+    while _stances:
+        _stances.pop().__exit__(None, None, None)
 
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -99,6 +115,9 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     _not_of_whole_ones(optimizer, params)
     check_given((lies_of(param).name, param) for param in params)
     note_written("step", type(optimizer).__name__, _settings(optimizer))
+    if not _is_elementwise(type(optimizer)) and not torch.compiler.is_compiling():
+        _stances.append(torch.compiler.set_stance("force_eager"))
+        return None
     if not _is_elementwise(type(optimizer)) or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return None
     if len(_global_optimizer_pre_hooks) > 1 or len(_global_optimizer_post_hooks) > 1:  # beside ours
@@ -132,14 +151,12 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _not_of_whole_ones(optimizer: Optimizer, params: Iterable[Any]) -> None:
-    """TypeError for torch.distributed's optimizer that has each rank step on other parameters, and sends their memory to all."""
-    if any(kind.__module__ == "torch.distributed.optim.zero_redundancy_optimizer" for kind in type(optimizer).__mro__):
-        for param in params:
-            if lies_of(param).split:
-                raise TypeError(
-                    f"{type(optimizer).__name__} has one rank step on each parameter, and {lies_of(param).name} is held in parts by "
-                    f"several. Use the optimizer that it wraps: pins={{'zero': 1}} has autopar keep states in parts"
-                )
+    """TypeError for optimizers that take the memory of a part for the whole."""
+    kinds = [kind.__module__ for kind in type(optimizer).__mro__]
+    why = next((why for prefix, why in _OF_WHOLE_ONES if any(kind.startswith(prefix) for kind in kinds)), "")
+    split = next((param for param in params if lies_of(param).split), None) if why else None
+    if split is not None:
+        raise TypeError(f"{type(optimizer).__name__} {why.replace('NAME', lies_of(split).name)}")
 
 
 def _settings(optimizer: Optimizer) -> list[Any]:
@@ -158,6 +175,8 @@ def _settings(optimizer: Optimizer) -> list[Any]:
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _close(id(optimizer))
+    if _stances:
+        _stances.pop().__exit__(None, None, None)
     record.phase(record.OUTSIDE)
 
 

@@ -83,9 +83,10 @@ def on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
         known: dict[int, Tensor] = {}
         whole = pytree.tree_map_only(Parted, lambda x: known.setdefault(id(x), whole_of(x)), (args, kwargs), is_leaf=_is_size)
         versions = {key: w._version for key, w in known.items()}
+        told = {id(x) for x in _written_by_schema(func, args, kwargs)}
         found = finished(func(*whole[0], **whole[1]))
         for x in {id(x): x for x in pytree.tree_leaves((args, kwargs)) if is_part(x)}.values():
-            unseen = name in COLLECTIVES or (name in F.WRITES_UNSEEN and not isinstance(x, Part))
+            unseen = name in COLLECTIVES or id(x) in told or (name in F.WRITES_UNSEEN and not isinstance(x, Part))
             if (changed := known[id(x)])._version != versions[id(x)] or unseen:
                 write_whole(local(x), x._lies, changed)
                 found = x if found is changed else found
@@ -105,6 +106,20 @@ def on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
         target = whole[1]["out"] if written is out else target_of(whole[0])
         write_whole(local(written), lies, of_shape(target, lies))
     return out if written is out else args[0]
+
+
+def _written_by_schema(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What an operator's schema says that it writes to. Versions may not tell: operators of others that have a kernel and nothing for
+    autograd do not raise them."""
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        schemas = [getattr(func, overload)._schema for overload in func.overloads()]
+    else:
+        schemas = [func._schema] if isinstance(func, torch._ops.OpOverload) else []
+    found = []
+    for schema in schemas:
+        given = dict(zip((a.name for a in schema.arguments), args)) | kwargs
+        found += [given[a.name] for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write and a.name in given]
+    return [x for x in pytree.tree_leaves(found) if is_part(x)]
 
 
 def _on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

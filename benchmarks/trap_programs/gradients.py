@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
+from benchmarks import _traps_kit as kit
 from benchmarks._traps_kit import HIDDEN, WIDTH, Compile, Logits, Net, Results, batch, batches, program, samples, seeded, sgd, state, train
 
 KIND = "gradients"
@@ -72,6 +73,51 @@ def parameters_cast_for_a_function(compile: Compile) -> Results:
 
     model = compile(seeded(Gained), example_inputs=batch())
     return {"losses": train(model, steps=3), "state": state(model)}
+
+
+class _Through(torch.autograd.Function):
+    """Applies a layer; backward applies it again, and asks for the gradients. Of the layer's it takes a share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: nn.Module, share: float) -> Tensor:
+        ctx.layer, ctx.share = layer, share
+        ctx.save_for_backward(x)
+        return torch.tanh(layer(x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            of_x, of_weight = torch.autograd.grad(torch.tanh(ctx.layer(x)), (x, ctx.layer.weight), grads[0])
+        return of_x, ctx.share * of_weight, None, None
+
+
+class Adjoint(Net):
+    share = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h: Tensor = _Through.apply(super().hidden(x), self.middle.weight, self.middle, self.share)
+        return h
+
+
+class HalfAdjoint(Adjoint):
+    share = 0.5
+
+
+@program(KIND, plans=("dp2mb2", "dp2tp2"))
+def function_given_a_layer(compile: Compile) -> Results:
+    """An adjoint method: a function is given a layer of the model, and its weight for a gradient."""
+    return kit.trained(compile(seeded(Adjoint), example_inputs=batch()))
+
+
+@program(KIND)
+def function_given_a_layer_whose_gradient_it_bends(compile: Compile) -> Results:
+    """Its backward would read weights of which a rank has parts."""
+    return kit.trained(compile(seeded(HalfAdjoint), example_inputs=batch()))
 
 
 class _Biased(torch.autograd.Function):

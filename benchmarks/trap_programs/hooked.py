@@ -385,3 +385,23 @@ class Fixed(nn.Module):
 def fixed_point_in_a_part(compile: Compile) -> Results:
     """A part with a hook that asks for gradients of what the part has computed."""
     return trained(compile(seeded(WithPart, Fixed()), example_inputs=batch()))
+
+
+@program(KIND, plans=("dp2tp2",))
+def hooks_on_weights_before_the_first_call(compile: Compile) -> Results:
+    """Of what is planned on its first call: one halves a gradient, one reads the norm of another, and is removed later; an optimizer of one
+    weight steps in backward."""
+    model = compile(seeded(Net))
+    norms: list[float] = []
+    model.head.weight.register_hook(lambda grad: 0.5 * grad)
+    read = model.first.weight.register_hook(lambda grad: norms.append(grad.norm().item()))
+    alone = torch.optim.SGD([model.blocks[0].up.weight], lr=0.05)
+
+    def step(_: Tensor) -> None:
+        alone.step()
+        alone.zero_grad()
+
+    model.blocks[0].up.weight.register_post_accumulate_grad_hook(step)
+    losses = train(model, steps=2)
+    read.remove()
+    return {"losses": losses + train(model, steps=2), "norms": norms, "state": state(model)}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.optim.swa_utils import AveragedModel
 
 from benchmarks._traps_kit import Compile, Net, Normed, Results, batch, batches, program, seeded, sgd, state, train, trained
@@ -23,6 +23,71 @@ def _with(compile: Compile, make: Callable[[Any], torch.optim.Optimizer]) -> Res
 @program(KIND, plans=("dp2tp2", "dp2mb2"))
 def adamw(compile: Compile) -> Results:
     return _with(compile, lambda p: torch.optim.AdamW(p, lr=1e-2))
+
+
+_OPERATORS = library.Library("traps_optimizers", "FRAGMENT")
+_OPERATORS.define("stepped(Tensor(a!) p, Tensor g, Tensor(b!) momentum, float lr) -> ()")
+
+
+def _stepped(p: Tensor, g: Tensor, momentum: Tensor, lr: float) -> None:
+    kept, weight = momentum.numpy(), p.numpy()
+    kept[:] = 0.9 * kept + (g / g.norm()).numpy()
+    weight -= lr * kept
+
+
+_OPERATORS.impl("stepped", _stepped, "CPU")
+
+
+class _OfAnOperator(torch.optim.Optimizer):
+    """Its step is an operator with a kernel, as those of optimizers with states of 8 bits: autograd does not count what it writes."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                torch.ops.traps_optimizers.stepped(p, p.grad, momentum, lr=group["lr"])
+
+
+@program(KIND, plans=("dp2tp2", "dp2mb2"))
+def optimizer_of_an_operator_that_writes(compile: Compile) -> Results:
+    return _with(compile, lambda p: _OfAnOperator(p, lr=0.1))
+
+
+@torch.compile(fullgraph=True, backend="eager")
+def _compiled_step(p: Tensor, g: Tensor, lr: Tensor) -> None:
+    p.copy_(p.float() - lr * g.float() / g.norm())
+
+
+class _Compiled(torch.optim.Optimizer):
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": torch.tensor(lr)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                _compiled_step(p.detach(), p.grad, group["lr"])
+
+
+@program(KIND)
+def optimizer_whose_step_is_compiled_as_one_graph(compile: Compile) -> Results:
+    """What else is compiled is so after its steps."""
+    model = compile(seeded(Net), example_inputs=batch())
+    double = torch.compile(lambda x: 2 * x, fullgraph=True, backend=_counted)
+    found = trained(model, _Compiled(model.parameters(), lr=0.05), before_step=lambda: double(torch.ones(2)))
+    return {**found, "compiled": _COMPILED.count("double") > 0}
+
+
+_COMPILED: list[str] = []
+
+
+def _counted(graph: Any, _: Any) -> Any:
+    _COMPILED.append("double")
+    return graph.forward
 
 
 @program(KIND)

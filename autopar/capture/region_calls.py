@@ -1,0 +1,219 @@
+"""One call of what may be a region, looked at: what it takes, returns and changes, what it costs, and how it may be split."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autopar import generators
+from autopar.capture.applied import Function, applied_by, hooks_told, only_computes
+from autopar.capture.flops import CountedFlops
+from autopar.capture.follow import storage_of
+from autopar.capture.hooked import Call, Outside
+from autopar.capture.repeats import forwards_replaced
+from autopar.capture.samples import is_linear, run_small, works_by_samples, writes_unseen
+from autopar.capture.terms import as_terms
+from autopar.run.autocast import ambient
+from autopar.run.inputs import not_dense
+from autopar.run.region import Applied, Place, Region, Terms
+from autopar.run.saved import Kept
+
+__all__ = ["Pass", "ReadsValues", "observed"]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+class ReadsValues(TorchFunctionMode):
+    """Notes whether the user's code inside takes values of tensors into Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _READS_VALUES and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            self.read = True
+        return func(*args, **(kwargs or {}))
+
+
+_READS_VALUES = frozenset((
+    "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal", "is_nonzero", "item",
+    "numpy", "tolist",
+))  # fmt: skip
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+def _beside_tensors(output: Any, read: bool) -> str:
+    """What there is in an output beside tensors that another call may return otherwise; '' for nothing. read: the code has taken values of
+    tensors."""
+    for x in pytree.tree_leaves(output):
+        if not isinstance(x, (Tensor, *_PLAIN)):
+            return f"an object ({type(x).__name__})"
+        if read and isinstance(x, int | float | complex | str):
+            return f"{type(x).__name__} {x!r}, and takes values of tensors into Python"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What trials of a call have shown. steady: the shapes of its results do not depend on values. rows: as of Call; linear, private,
+    private_gradients, module: as of Region."""
+
+    steady: bool
+    rows: tuple[int, ...]
+    linear: bool
+    private: bool
+    private_gradients: bool
+    module: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass of a model that is looked at. names: of the model's tensors, by storage. keeps: what autograd keeps of it. trials: of calls of
+    autograd functions that were tried, by what such a call may depend on beside numbers."""
+
+    names: Mapping[int, str]
+    keeps: Kept
+    trials: dict[Hashable, _Trial] = field(default_factory=dict)
+
+
+def observed(
+    path: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, line: str, of: Pass, mode: ReadsValues | None = None
+) -> tuple[Any, Call | str]:
+    """What a submodule returns, and the call, or why it cannot be a region. mode: notes whether its code takes values of tensors."""
+    given = tuple(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    copies = tuple(t.detach().clone() for t in given)
+    versions = [t._version for t in (*given, *own.values())]
+    attributes = _attributes(module)
+    random = generators.states()
+    held = {storage_of(t) for t in own.values()}
+    known = held | {storage_of(t) for t in given}
+    saved: dict[int, int] = {}
+
+    def pack(t: Tensor) -> list[Tensor]:
+        if storage_of(t) not in known:
+            saved[storage_of(t)] = t.untyped_storage().nbytes()
+        return of.keeps.pack(t)
+
+    outside = Outside({storage: name for storage, name in of.names.items() if storage not in known})
+    kept = torch.autograd.graph.saved_tensors_hooks(pack, of.keeps.unpack)
+    own_backward: list[object] = [module] if isinstance(module, Applied) else []
+    hooks: list[Callable[..., Any]] = []
+
+    handed = list(_weights_held_by((args, kwargs))) if isinstance(module, Applied) else []
+
+    def applied(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own_backward.append(cls)
+        handed.extend(_weights_held_by((args, kwargs)))
+        return apply(*args, **kwargs)
+
+    watched = hooks_told(lambda _, hook: hooks.append(hook))
+    values = mode if isinstance(mode, ReadsValues) else ReadsValues()  # the innermost, which the code itself calls
+    with outside, CountedFlops() as counted, kept, watched, applied_by(applied), values:
+        output = forward(*args, **kwargs)
+    if beside := _beside_tensors(output, values.read):
+        return output, f"it returns {beside}, which a graph would hold as it was in one call: let it return tensors"
+    results = tuple(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
+    if versions != [t._version for t in (*given, *own.values())] or attributes != _attributes(module):
+        return output, "it changes what it is given, a buffer or an attribute"
+    if handed:
+        what = f"an autograd function is given {handed[0]}"
+        return output, f"{what}, whose weights its backward may read, where they may be in parts: let it be given tensors alone"
+    if outside.read:
+        return output, f"it reads {outside.read}, which is not its own: let the model give it in the call"
+    if not results or any(not_dense(t) for t in (*given, *results)):
+        return output, "it does not take and return dense tensors"
+    if any(storage_of(t) in held for t in results):
+        return output, "what it returns shares memory with its parameters or buffers"
+    draws = not generators.same(random)
+    region = Region(
+        path=path, module=module, state=tuple(own), arguments=pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs)),
+        modes=tuple(m.training for m in module.modules()), autocast=ambient(),
+    )  # fmt: skip
+    structure = pytree.tree_map_only(Tensor, lambda t: torch.empty(0, device="cpu"), output)
+    call = Call(
+        region=region, arguments=copies, results=tuple(r.detach() if not r.requires_grad else r.detach().requires_grad_() for r in results),
+        structure=structure, flops=counted.flops, saved=sum(saved.values()), draws=draws, rows=(), line=line,
+    )  # fmt: skip
+    tried, made = list(copies), list(call.results)
+    meta = any(t.is_meta for t in (*given, *own.values()))
+    with forwards_replaced({"": forward}, module), torch.device("cpu") if meta else contextlib.nullcontext():
+        if meta:
+            small = None if own else run_small(region, given, results)
+            if small is None:
+                return output, "it lies on the meta device, and cannot be tried on small tensors of numbers: build the model with data"
+            tried, made, draws = small
+        alike = _alike(region, given, results) if isinstance(module, Applied) and not hooks else None
+        trial = of.trials.get(alike) if alike is not None else None
+        if trial is None:
+            trial = _tried(region, tried, tuple(own.values()), made, draws, own_backward, hooks)
+        if alike is not None:
+            of.trials[alike] = trial
+    if not trial.steady:
+        return output, "the shapes of what it returns depend on values"
+    region = dataclasses.replace(
+        region, module=trial.module if isinstance(trial.module, Terms) else module, linear=trial.linear, private=trial.private,
+        private_gradients=trial.private_gradients,
+    )  # fmt: skip
+    return output, dataclasses.replace(call, region=region, rows=trial.rows, draws=draws)
+
+
+def _tried(
+    region: Region, given: Sequence[Tensor], state: tuple[Tensor, ...], results: Sequence[Tensor], draws: bool,
+    own_backward: Sequence[object], hooks: Sequence[Callable[..., Any]],
+) -> _Trial:  # fmt: skip
+    own = bool(own_backward or hooks)
+    private, private_gradients = writes_unseen(region, given, state, draws=draws, own_backward=own)
+    region = dataclasses.replace(region, private=private, private_gradients=private_gradients)
+    steady, rows = works_by_samples(region, given, state, results, draws=draws, own_backward=own)
+    leaves = not all(map(only_computes, hooks))  # what is of all the gradient there is
+    linear = not leaves and (not own or is_linear(region, given, state, draws=draws))
+    if steady and not rows and not hooks and isinstance(region.module, Applied):
+        region, rows = as_terms(region, given, results, draws=draws)
+    return _Trial(steady, () if leaves else rows, linear, private, private_gradients, region.module)
+
+
+def _alike(region: Region, given: Sequence[Tensor], results: Sequence[Tensor]) -> Hashable | None:
+    """Equal for calls of one function that differ in nothing but the numbers in their tensors; None if this cannot be told."""
+    leaves, spec = pytree.tree_flatten(region.arguments)
+    if not all(isinstance(x, (Place, *_PLAIN)) for x in leaves):
+        return None
+    of = [(tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad) for t in (*given, *results)]
+    function = region.module.function if isinstance(region.module, Applied) else None
+    return function, str(spec), tuple(None if isinstance(x, Place) else (type(x), x) for x in leaves), tuple(of), region.autocast
+
+
+def _weights_held_by(value: Any, depth: int = 3) -> Iterator[str]:
+    """What there is in arguments that has parameters or buffers, in words: modules, also where functions hold them."""
+    for x in pytree.tree_leaves(value) if depth else ():
+        of = getattr(x, "__self__", None) if isinstance(x, MethodType) else x
+        if isinstance(of, nn.Module):
+            yield from (f"a module ({type(of).__name__})",) if next(chain(of.parameters(), of.buffers()), None) is not None else ()
+        elif isinstance(of, functools.partial):
+            yield from _weights_held_by((of.func, of.args, of.keywords), depth - 1)
+        elif isinstance(of, FunctionType) and of.__closure__:
+            yield from _weights_held_by([cell.cell_contents for cell in of.__closure__ if cell != CellType()], depth - 1)
+
+
+def _attributes(module: nn.Module) -> list[dict[str, int]]:
+    """Which tensors and numbers its modules hold."""
+    held = [{**vars(m), **m._buffers} for m in module.modules()]
+    return [{name: id(x) for name, x in of.items() if isinstance(x, Tensor | int | float)} for of in held]
