@@ -10,6 +10,7 @@ import io
 import itertools
 import queue
 import random
+import sys
 import threading
 from collections import deque
 from multiprocessing.sharedctypes import SynchronizedBase
@@ -117,8 +118,9 @@ def objects_in(value: Any) -> tuple[Any, ...]:
 
 
 def _waiting(value: queue.SimpleQueue[Any]) -> tuple[Any, ...]:
-    """What a queue holds refers to what was taken from it too."""
-    size, held = value.qsize(), next((x for x in gc.get_referents(value) if isinstance(x, list)), [])
+    """Before Python 3.13 what a queue holds refers to what was taken from it too."""
+    size, found = value.qsize(), [x for x in gc.get_referents(value) if x is not type(value)]
+    held = found if sys.version_info >= (3, 13) else found[0] if found else []
     return tuple(held[len(held) - size :])
 
 

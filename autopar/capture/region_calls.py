@@ -28,7 +28,7 @@ from autopar.capture.samples import is_linear, run_small, works_by_samples, writ
 from autopar.capture.terms import as_terms
 from autopar.run.autocast import ambient
 from autopar.run.inputs import not_dense
-from autopar.run.region import Applied, Place, Region, Terms
+from autopar.run.region import Applied, Place, Region, Terms, within
 from autopar.run.saved import Kept
 
 __all__ = ["Pass", "ReadsValues", "observed"]
@@ -101,8 +101,7 @@ def observed(
     given = tuple(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     copies = tuple(t.detach().clone() for t in given)
-    versions = [t._version for t in (*given, *own.values())]
-    attributes = _attributes(module)
+    held_before = _held(module, given, own)
     random = generators.states()
     held = {storage_of(t) for t in own.values()}
     known = held | {storage_of(t) for t in given}
@@ -132,8 +131,9 @@ def observed(
     if beside := _beside_tensors(output, values.read):
         return output, f"it returns {beside}, which a graph would hold as it was in one call: let it return tensors"
     results = tuple(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
-    if versions != [t._version for t in (*given, *own.values())] or attributes != _attributes(module):
-        return output, "it changes what it is given, a buffer or an attribute"
+    held_after = _held(module, given, own)
+    if changed := next((name for name in {**held_before, **held_after} if held_before.get(name) != held_after.get(name)), ""):
+        return output, f"it changes {changed}"
     if handed:
         what = f"an autograd function is given {handed[0]}"
         return output, f"{what}, whose weights its backward may read, where they may be in parts: let it be given tensors alone"
@@ -213,7 +213,12 @@ def _weights_held_by(value: Any, depth: int = 3) -> Iterator[str]:
             yield from _weights_held_by([cell.cell_contents for cell in of.__closure__ if cell != CellType()], depth - 1)
 
 
-def _attributes(module: nn.Module) -> list[dict[str, int]]:
-    """Which tensors and numbers its modules hold."""
-    held = [{**vars(m), **m._buffers} for m in module.modules()]
-    return [{name: id(x) for name, x in of.items() if isinstance(x, Tensor | int | float)} for of in held]
+def _held(module: nn.Module, given: Sequence[Tensor], own: Mapping[str, Tensor]) -> dict[str, int]:
+    """How often what it is given and its own tensors have been written to, and which tensors and numbers its modules hold; by names."""
+    found = {f"tensor {k} of those that it is given": t._version for k, t in enumerate(given)}
+    found |= {f"its tensor {name}": t._version for name, t in own.items()}
+    for path, m in module.named_modules():
+        for name, x in {**vars(m), **m._buffers}.items():
+            if isinstance(x, Tensor | int | float):
+                found[f"the attribute {within(path, name)}"] = id(x)
+    return found
