@@ -176,6 +176,7 @@ def _labels(*values: int) -> Tensor:
     ("of", "given", "weight", "rows"),
     [
         (lambda: LOSS, lambda: [*drawn((6, 8), (4, 8)), _labels()], Weight(2, -100), (0, 2)),
+        (lambda: LOSS, lambda: [*drawn((20, 16), (64, 16)), _labels(*[0, 1, 2, 3, -100] * 4)], Weight(2, -100), (0, 2)),
         (lambda: region(_Sum, Place(), Place(), "sum"), lambda: [*drawn((6, 8)), _labels()], None, (0, 1)),
         (lambda: region(_Sum, Place(), Place(), "mean"), lambda: drawn((6, 8), (6,)), Weight(0), (0, 1)),
         (lambda: region(_Sum, Place(), Place(), "mean"), lambda: [*drawn((6, 8)), _labels()], Weight(0), (0,)),

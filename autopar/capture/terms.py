@@ -66,13 +66,12 @@ def _ignored(region: Region, labels: Tensor) -> list[int]:
 
 
 def _adds_up(trial: Trial, split: Sequence[int], size: int, weight: Weight | None) -> bool:
-    tried = 0
+    tried, used = 0, False
     for tensors in _batches(trial, split, size):
         whole = differentiated(trial.region, tensors, (), None)
         if whole is None or not bool(whole[0][0].isfinite()):
             continue
-        if not any(bool(whole[2][k].any()) for k in split):  # it does not use them
-            return False
+        used = used or any(bool(whole[2][k].any()) for k in split)
         for factor in trial.factors(FACTORS):
             scaled = whole if factor == 1 else differentiated(trial.region, tensors, (), [g * factor for g in whole[1]])
             if scaled is None:
@@ -81,7 +80,7 @@ def _adds_up(trial: Trial, split: Sequence[int], size: int, weight: Weight | Non
                 if not _same(trial, tensors, split, parts, weight, scaled):
                     return False
         tried += 1
-    return tried > 1
+    return tried > 1 and used
 
 
 def _batches(trial: Trial, split: Sequence[int], size: int) -> Iterator[list[Tensor]]:
