@@ -35,6 +35,7 @@ from autopar.capture.guards import Guards
 from autopar.capture.state import State
 from autopar.errors import CaptureError
 from autopar.run.grad_mode import with_gradients
+from benchmarks.trap_programs.found import ForEachObject
 
 pytestmark = pytest.mark.pure
 
@@ -700,21 +701,8 @@ def test_settings_that_are_found_by_a_call_are_watched(what: str) -> None:
         vars(threading.current_thread()).pop("rate", None)
 
 
-class AnswersForObjects:
-    """A descriptor that keeps a value for each object, and has none for the class."""
-
-    def __init__(self) -> None:
-        self.values = weakref.WeakKeyDictionary[Any, float]()
-
-    def __get__(self, one: Any, cls: type) -> float:
-        return self.values.get(one, 1.0)
-
-    def __set__(self, one: Any, value: float) -> None:
-        self.values[one] = value
-
-
 class Described:
-    rate = AnswersForObjects()
+    rate = ForEachObject()
     inner: float
     note: int
 

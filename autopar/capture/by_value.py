@@ -83,11 +83,9 @@ def by_value(value: Any) -> Value | None:
         return position_of(value, by_value)
     if (state := _of_numpy(value)) is not None:
         return Taken("random generator", state)
-    if isinstance(value, queue.Queue):
-        with value.mutex:
-            return Value(f"queue of {len(value.queue)}", tuple(x if is_plain(x) else id(x) for x in value.queue))
-    if isinstance(value, queue.SimpleQueue):
-        return Value(f"queue of {value.qsize()}", tuple(x if is_plain(x) else id(x) for x in _waiting(value)))
+    if isinstance(value, queue.Queue | queue.SimpleQueue):
+        found = objects_in(value)
+        return Value(f"queue of {len(found)}", tuple(x if is_plain(x) else id(x) for x in found))
     if isinstance(value, threading.Event):
         return Value(f"event that is {'' if value.is_set() else 'not '}set", value.is_set())
     if isinstance(value, io.StringIO | io.BytesIO) and not value.closed:

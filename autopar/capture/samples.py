@@ -21,7 +21,7 @@ from autopar.run.inputs import not_dense
 from autopar.run.region import Region
 
 __all__ = [
-    "AT_ONCE", "FACTORS", "Trial", "close", "differentiated", "gives_the_same", "is_linear", "parts_of", "run_small", "stand_ins",
+    "FACTORS", "Ran", "Trial", "close", "differentiated", "gives_the_same", "is_linear", "parts_of", "run_small", "splits_of", "stand_ins",
     "trial_of", "variations", "works_by_samples", "writes_unseen",
 ]  # fmt: skip
 
@@ -90,17 +90,23 @@ def works_by_samples(
     if draws or len(sizes) != 1 or not min(sizes) > 1 or sum(t.numel() for t in state) > LARGE:
         return True, ()
     (size,) = sizes
-    rows = [k for k, t in enumerate(given) if t.shape[:1] == (size,)]
-    least = 1 if len(rows) <= AT_ONCE else len(rows)
+    splits = list(splits_of(given, size))
     with generators.kept(), torch.enable_grad():
-        trial = trial_of(region, given, state) if rows else None
+        trial = trial_of(region, given, state) if splits else None
         if trial is None:
             return True, ()
-        for count in range(len(rows), least - 1, -1):
-            for split in itertools.combinations(rows, count):
-                if all(_holds(trial, frozenset(split), size, f) for f in (trial.factors(FACTORS) if own_backward else (1.0,))):
-                    return True, split
+        for split in splits:
+            if all(_holds(trial, frozenset(split), size, f) for f in (trial.factors(FACTORS) if own_backward else (1.0,))):
+                return True, split
     return True, ()
+
+
+def splits_of(given: Sequence[Tensor], size: int) -> Iterator[tuple[int, ...]]:
+    """Which tensors may be cut along dim 0 at once, of those with this size: all of them first; of many, no others."""
+    rows = [k for k, t in enumerate(given) if t.shape[:1] == (size,)]
+    least = 1 if len(rows) <= AT_ONCE else len(rows)
+    for count in range(len(rows), least - 1, -1):
+        yield from itertools.combinations(rows, count) if count else ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,14 +164,12 @@ def writes_unseen(
     autograd does not see what kernels of the user's write. own_backward: it may do so in backward. What cannot be tried may do both."""
     if (draws or sum(t.numel() for t in state) > LARGE) and own_backward:
         return True, True
-    operands = [t.detach().clone().requires_grad_(t.dtype.is_floating_point) for t in given]
-    weights = [t.detach().clone().requires_grad_(t.dtype.is_floating_point) for t in state]
+    operands, weights = _leaves(given), _leaves(state)
     with generators.kept(), torch.enable_grad():
         found = _results(region, operands, weights)
         if found is None:
             return own_backward, own_backward
-        generator = torch.Generator().manual_seed(1)
-        grads = [torch.randn(r.shape, generator=generator, dtype=torch.float64, device="cpu").to(r.device, r.dtype) for r in found]
+        grads = _drawn(found)
         before = [g.clone() for g in grads]
         flowing = [k for k, r in enumerate(found) if r.requires_grad]
         leaves = [t for t in (*operands, *weights) if t.requires_grad]
@@ -339,16 +343,24 @@ def _results(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor])
     return None if any(map(not_dense, found)) else found
 
 
+def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies, of which gradients are wanted where they have floating numbers."""
+    return [t.detach().clone().requires_grad_(t.dtype.is_floating_point) for t in tensors]
+
+
+def _drawn(results: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients for results, the same each time."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(r.shape, generator=generator, dtype=torch.float64, device="cpu").to(r.device, r.dtype) for r in results]
+
+
 def differentiated(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], arriving: Sequence[Tensor] | None) -> Ran | None:
     """None if the region refuses these tensors. Gradients are of what has floating numbers; zeros where none flows."""
-    operands = [t.clone().requires_grad_(t.dtype.is_floating_point) for t in tensors]
-    weights = [t.clone().requires_grad_(t.dtype.is_floating_point) for t in state]
+    operands, weights = _leaves(tensors), _leaves(state)
     found = _results(region, operands, weights)
     if found is None:
         return None
-    generator = torch.Generator().manual_seed(1)
-    drawn = [torch.randn(r.shape, generator=generator, dtype=torch.float64, device="cpu").to(r.device, r.dtype) for r in found]
-    given = arriving if arriving is not None else drawn
+    given = arriving if arriving is not None else _drawn(found)
     if [g.shape for g in given] != [r.shape for r in found]:
         return None
     leaves = [t for t in (*operands, *weights) if t.requires_grad]

@@ -6,7 +6,6 @@ are not to be ignored; it is tried on batches of which some parts have few of th
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar import generators
-from autopar.capture.samples import AT_ONCE, FACTORS, Trial, close, differentiated, parts_of, trial_of, variations
+from autopar.capture.samples import FACTORS, Ran, Trial, close, differentiated, parts_of, splits_of, trial_of, variations
 from autopar.run.region import Applied, Region, Terms, Weight
 
 __all__ = ["as_terms"]
@@ -33,15 +32,13 @@ def as_terms(region: Region, given: Sequence[Tensor], results: Sequence[Tensor],
     sizes = dict.fromkeys(t.shape[0] for t in given if t.dim() and t.shape[0] > 1 and t.dtype.is_floating_point)
     with generators.kept(), torch.enable_grad():
         trial = trial_of(region, given, ()) if sizes else None
-        for size in sizes if trial is not None else ():
-            assert trial is not None
-            rows = [k for k, t in enumerate(given) if t.shape[:1] == (size,)]
-            least = 1 if len(rows) <= AT_ONCE else len(rows)
-            for count in range(len(rows), least - 1, -1):
-                for split in itertools.combinations(rows, count):
-                    for weight in _weights(region, given, split):
-                        if _adds_up(trial, split, size, weight):
-                            return replace(region, module=Terms(region.module.function, weight)), split
+        if trial is None:
+            return region, ()
+        for size in sizes:
+            for split in splits_of(given, size):
+                for weight in _weights(region, given, split):
+                    if _adds_up(trial, split, size, weight):
+                        return replace(region, module=Terms(region.module.function, weight)), split
     return region, ()
 
 
@@ -94,10 +91,7 @@ def _batches(trial: Trial, split: Sequence[int], size: int) -> Iterator[list[Ten
                 yield [*trial.given[:k], labels, *trial.given[k + 1 :]]
 
 
-def _same(
-    trial: Trial, tensors: Sequence[Tensor], split: Sequence[int], parts: int, weight: Weight | None,
-    whole: tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]],
-) -> bool:  # fmt: skip
+def _same(trial: Trial, tensors: Sequence[Tensor], split: Sequence[int], parts: int, weight: Weight | None, whole: Ran) -> bool:
     """As Terms and the graph behind it compute it: what parts give is multiplied by their weight, added, and divided by that of all."""
     assert isinstance(trial.region.module, Applied)
     region = replace(trial.region, module=Terms(trial.region.module.function, weight))
