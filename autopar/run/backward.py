@@ -3,9 +3,9 @@ returned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +27,20 @@ __all__ = ["FUNCTIONS", "Backward"]
 
 
 Given = TypeVar("Given")
+OfLoss = Callable[[Tensor], list[Tensor | None]]
 OfOutputs = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
 
 
+class OfGraph(Protocol):
+    """Gradients of a call in autograd's graph (`twice.Twice`)."""
+
+    def of_loss(self, grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]: ...
+
+    def of_outputs(self, grads: Mapping[str, Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor | None]: ...
+
+
 def _refuse(gradients: object) -> None:
-    """RuntimeError for gradients that are to be differentiated again, or that were given already (None)."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "gradients were asked for with create_graph=True, to be differentiated again: the parallel module gives first gradients "
-            "alone. Take such a term from differences (a second call on shifted inputs), make it of a call of the original's forward "
-            "(model.original.forward(...)), which every rank computes whole, or train the original without compile"
-        )
+    """RuntimeError for gradients that were given already (None)."""
     if gradients is None:
         raise RuntimeError(
             "backward() a second time through one step: add up the losses that are made of one call, and call backward() once; or call "
@@ -46,28 +49,30 @@ def _refuse(gradients: object) -> None:
 
 
 class _Deposit(torch.autograd.Function):
-    """loss -> loss, whose backward returns the gradients of leaves."""
+    """loss -> loss, whose backward returns the gradients of leaves. twice: gives them in a graph, to be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: Callable[[Tensor], list[Tensor | None]], *leaves: Tensor) -> Tensor:
-        ctx.gradients = gradients
+    def forward(ctx: Any, loss: Tensor, gradients: OfLoss, twice: OfLoss, *leaves: Tensor) -> Tensor:
+        ctx.gradients, ctx.twice = gradients, twice
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         _refuse(ctx.gradients)
+        if torch.is_grad_enabled():  # create_graph=True
+            return (None, None, None, *ctx.twice(grad))
         gradients, ctx.gradients = ctx.gradients, None
-        return (None, None, *gradients(grad))
+        return (None, None, None, *gradients(grad))
 
 
 class _Opened(torch.autograd.Function):
     """Outputs of which the user makes a loss -> the same, whose backward returns the gradients of leaves. values: n outputs, and leaves.
     gradients: from those of the outputs, None for those that the loss does not depend on; more: the same for each further backward pass,
-    which torch refuses unless the graph was retained."""
+    which torch refuses unless the graph was retained; twice: the same in a graph."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: OfOutputs, more: OfOutputs, n: int, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.gradients, ctx.more, ctx.n = gradients, more, n
+    def forward(ctx: Any, gradients: OfOutputs, more: OfOutputs, twice: OfOutputs, n: int, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.gradients, ctx.more, ctx.twice, ctx.n = gradients, more, twice, n
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(torch.empty(0, device="cpu"))  # which is there as long as the graph is
         return tuple(v.detach() for v in values[:n])  # which may be written in place, as views may not
@@ -75,8 +80,10 @@ class _Opened(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         _refuse(ctx.saved_tensors)
+        if torch.is_grad_enabled():  # create_graph=True
+            return (None, None, None, None, *(None,) * ctx.n, *ctx.twice(grads))
         gradients, ctx.gradients = ctx.gradients, ctx.more
-        return (None, None, None, *(None,) * ctx.n, *gradients(grads))
+        return (None, None, None, None, *(None,) * ctx.n, *gradients(grads))
 
 
 FUNCTIONS = (_Deposit, _Opened)
@@ -100,8 +107,8 @@ class Backward:
         """What is differentiated by."""
         return (*(param for _, param in self.trainable), *self.inputs.given)
 
-    def of_loss(self, loss: Tensor) -> Tensor:
-        """The loss as the user is given it."""
+    def of_loss(self, loss: Tensor, twice: OfGraph) -> Tensor:
+        """The loss as the user is given it. twice: of the call."""
 
         def gradients(grad: Tensor) -> list[Tensor | None]:
             note_written("scale", "loss", (grad,))
@@ -114,7 +121,13 @@ class Backward:
             record.phase(record.OUTSIDE)
             return found
 
-        return _Deposit.apply(loss.detach(), self._by_all(gradients), *self.leaves)
+        def in_a_graph(grad: Tensor) -> list[Tensor | None]:
+            record.phase(record.BACKWARD)
+            found = twice.of_loss(grad, self.leaves)
+            record.phase(record.OUTSIDE)
+            return found
+
+        return _Deposit.apply(loss.detach(), self._by_all(gradients), self._by_all(in_a_graph), *self.leaves)
 
     def _by_all(self, gradients: Callable[[Given], list[Tensor | None]]) -> Callable[[Given], list[Tensor | None]]:
         """The same, in which an error is seen to be one on all ranks, or ends the run."""
@@ -140,8 +153,11 @@ class Backward:
                 f"compile with Pins(pp=1, micro_batches=1)"
             )
 
-    def of_outputs(self, values: dict[str, Tensor], run: OpenRun, again: Callable[[], tuple[Backward, OpenRun]]) -> dict[str, Tensor]:
-        """The outputs, by name, as the user is given them to make a loss of. again: the call once more, for a further backward pass."""
+    def of_outputs(
+        self, values: dict[str, Tensor], run: OpenRun, again: Callable[[], tuple[Backward, OpenRun]], twice: OfGraph
+    ) -> dict[str, Tensor]:
+        """The outputs, by name, as the user is given them to make a loss of. again: the call once more, for a further backward pass; twice:
+        of the call."""
         names = [name for name in values if name in self.form.outputs.differentiable]
         before = self._versions()
 
@@ -157,7 +173,15 @@ class Backward:
             rest, anew = again()
             return rest._of_run(anew, names, grads)
 
-        opened = _Opened.apply(self._by_all(gradients), self._by_all(more), len(names), *(values[name] for name in names), *self.leaves)
+        def in_a_graph(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+            record.phase(record.BACKWARD)
+            self.given.compare_gradients([grad if grad is None else grad.detach() for grad in grads])
+            found = twice.of_outputs(dict(zip(names, grads, strict=True)), self.leaves)
+            record.phase(record.OUTSIDE)
+            return found
+
+        by = (self._by_all(gradients), self._by_all(more), self._by_all(in_a_graph))
+        opened = _Opened.apply(*by, len(names), *(values[name] for name in names), *self.leaves)
         return values | dict(zip(names, opened, strict=True))
 
     def _of_run(self, run: OpenRun, names: Sequence[str], grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -17,6 +17,8 @@
 | R -> P       | mask_one          | keep one    | keep one    |
 | R -> I       | own               | nothing     | keep one    |
 
+Each is the backward of the one that is its backward, so that gradients can be differentiated again.
+
 "pad": the slice in its place, zeros elsewhere. "keep one": the value on rank 0 of the axis, zeros on the others. S has a
 dim and groups (see `autopar.ir.Layout`). All work on tensors of any dtype (those without gradient too) and any strides.
 """
@@ -35,8 +37,10 @@ from autopar.run.slices import Span, cut, cut_spans, join, joined, local_slice, 
 
 __all__ = [
     "all_gather", "all_reduce", "all_reduce_shared", "all_to_all", "copy_to", "gather", "join", "keep_one", "local_slice",
-    "mask_one", "narrow", "own", "pad", "reduce_scatter", "regroup", "split",
+    "mask_one", "moved", "narrow", "own", "pad", "reduce_scatter", "regroup", "split",
 ]  # fmt: skip
+
+Move = Callable[[Tensor], Tensor]
 
 
 # -------------------------------------------------------------------------------------------- the moves, without autograd
@@ -108,27 +112,35 @@ def _shared(one: Sequence[Span], other: Sequence[Span]) -> list[tuple[int, int, 
 
 # ----------------------------------------------------------------------------------------------------------- transitions
 class _Transition(torch.autograd.Function):
-    """Run one move forward and another backward."""
+    """Run one move forward and another backward; of that, which is differentiated again, a third backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor], line: int) -> Tensor:
-        ctx.move, ctx.line = backward, line
+    def forward(ctx: Any, x: Tensor, forward: Move, backward: Move, again: Move, line: int) -> Tensor:
+        ctx.moves, ctx.line = (backward, again), line
         record.note_line(line)
         out = forward(x)
         record.note_line(0)
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        move, again = ctx.moves
+        if torch.is_grad_enabled():  # create_graph=True
+            return _Transition.apply(grad, move, again, move, ctx.line), None, None, None, None
         record.note_line(ctx.line)
-        out = ctx.move(grad)
+        out = move(grad)
         record.note_line(0)
-        return out, None, None, None
+        return out, None, None, None, None
 
 
-def _apply(x: Tensor, axis: Axis, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-    return x if axis.size == 1 else _Transition.apply(x, forward, backward, record.line(2))
+def moved(x: Tensor, forward: Move, backward: Move, again: Move | None = None) -> Tensor:
+    """A linear move of which backward is another one, to be differentiated as often as is wished. again: the backward of that, by default
+    the move itself, as of every move and its transpose."""
+    return _Transition.apply(x, forward, backward, again or forward, record.line(2))
+
+
+def _apply(x: Tensor, axis: Axis, forward: Move, backward: Move) -> Tensor:
+    return x if axis.size == 1 else _Transition.apply(x, forward, backward, forward, record.line(2))
 
 
 def copy_to(x: Tensor, axis: Axis, *, sums: torch.dtype | None = None) -> Tensor:

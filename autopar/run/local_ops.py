@@ -14,10 +14,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.run import comm
+from autopar.run import collectives, comm
 from autopar.run.mesh import Axis
 from autopar.run.random_numbers import seeded
 from autopar.run.region import region
+from autopar.run.saved import keeps_graphs
 
 __all__ = [
     "attention", "causal_rows", "cross_entropy_sum_vocab", "draw", "dropout", "grouped_rows", "masked_embedding", "quotient_of_sums",
@@ -83,7 +84,16 @@ def cross_entropy_sum_vocab(logits: Tensor, labels: Tensor, axis: Axis, ignore_i
     """
     if logits.dim() != 2 or labels.dim() != 1:
         raise ValueError(f"logits must be [N, classes] and labels [N]; got {tuple(logits.shape)} and {tuple(labels.shape)}")
-    return _CrossEntropySumVocab.apply(logits, labels, axis, ignore_index)
+    if not keeps_graphs():
+        return _CrossEntropySumVocab.apply(logits, labels, axis, ignore_index)
+    peak = logits.detach().amax(dim=1)
+    comm.all_reduce_(peak, axis, torch.distributed.ReduceOp.MAX)
+    shifted = logits - peak.unsqueeze(1)
+    total = collectives.all_reduce(shifted.exp().sum(dim=1), axis)
+    counted, local = labels != ignore_index, labels - axis.rank * logits.shape[1]
+    here = counted & (local >= 0) & (local < logits.shape[1])
+    target = shifted.gather(1, local.masked_fill(~here, 0).unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
+    return (total.log() - collectives.all_reduce(target, axis)).masked_fill(~counted, 0).sum()
 
 
 class _QuotientOfSums(torch.autograd.Function):
@@ -114,7 +124,23 @@ class _QuotientOfSums(torch.autograd.Function):
 
 def quotient_of_sums(a: Tensor, b: Tensor, axis: Axis) -> Tensor:
     """The sum of a over the axis by that of b: two numbers P [] -> I []."""
-    return a / b if axis.size == 1 else _QuotientOfSums.apply(a, b, axis)
+    if axis.size == 1:
+        return a / b
+    if keeps_graphs():
+        return collectives.all_reduce(a, axis) / collectives.all_reduce(b, axis)
+    return _QuotientOfSums.apply(a, b, axis)
+
+
+def _normalised(x: Tensor, near: Tensor | None, eps: float, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_NormaliseOverAxis` gives, to be differentiated as often as is wished."""
+    if not keeps_graphs():
+        return _NormaliseOverAxis.apply(x, near, eps, axis)
+    dims, count = [0, *range(2, x.dim())], x.numel() // x.shape[1] * axis.size
+    mean = collectives.all_reduce_shared(x.double().sum(dims, keepdim=True), axis) / count
+    away = x.double() - mean
+    variance = collectives.all_reduce_shared(away.square().sum(dims, keepdim=True), axis) / count
+    normal = away * torch.rsqrt(variance + eps)
+    return normal.to(x.dtype), mean.detach().to(x.dtype), variance.detach().to(x.dtype)
 
 
 class _NormaliseOverAxis(torch.autograd.Function):
@@ -160,7 +186,7 @@ def sync_batch_norm(
     (their gradients are partial), running statistics I [C], updated in place with the unbiased variance -> S(0)."""
     shape = (1, -1, *([1] * (x.dim() - 2)))
     exact = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # as F.batch_norm does
-    normal, mean, variance = _NormaliseOverAxis.apply(exact, running_mean, eps, axis)
+    normal, mean, variance = _normalised(exact, running_mean, eps, axis)
     with torch.no_grad():
         count = x.numel() // x.shape[1] * len(axis.ranks)
         if count < 2:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.debug import debug_level
 from autopar.run import comm, record, state
-from autopar.run.again import Again
+from autopar.run.again import Again, Remembered
 from autopar.run.alike import begin_writing, check_written
 from autopar.run.alone import as_one_process
 from autopar.run.asked import OF_GRADIENTS
@@ -46,6 +46,7 @@ from autopar.run.stand_in import runs_as_it_is
 from autopar.run.stepping import close_steps, hook_optimizers
 from autopar.run.together import done_by_all
 from autopar.run.tree import REGISTRIES, Tree
+from autopar.run.twice import Twice
 from autopar.run.weights import Step, Weights
 from autopar.run.with_state import WithState
 from autopar.run.without_data import without_values
@@ -240,9 +241,10 @@ class ParallelModule(WithState):
         run: OpenRun | None = None
         try:
             with self._random.of_a_call(draws=manifest.draws):
-                again = Again(form, tree, bound, rest, begun=self._begun, training=self.training) if form.open and differentiates else None
+                call = Remembered(form, tree, bound, rest, training=self.training) if differentiates else None
+                twice = Twice(call) if call is not None else None
                 parts = form.micro_batches(rest.inputs.parts)
-                if again is not None:
+                if form.open and differentiates:
                     run = form.run_open(parts, step)
                 else:
                     loss = form.run(parts, step, made)
@@ -256,12 +258,13 @@ class ParallelModule(WithState):
             step.finish()
         outputs: Mapping[str, Tensor] = {}
         if form.returned is None:
-            returned = as_returned(rest.of_loss(loss) if differentiates else loss.detach(), self._returns)
-        elif run is not None and again is not None:
-            outputs = form.returned.marked(rest.of_outputs(form.outputs.collected(run.made, None), run, again))
+            returned = as_returned(rest.of_loss(loss, twice) if twice is not None else loss.detach(), self._returns)
+        elif run is not None and call is not None and twice is not None:
+            values = form.outputs.collected(run.made, None)
+            outputs = form.returned.marked(rest.of_outputs(values, run, Again(call, self._begun), twice))
             returned = form.returned.put_together(None, outputs)
         else:
-            loss = rest.of_loss(loss) if differentiates else loss.detach()
+            loss = rest.of_loss(loss, twice) if twice is not None else loss.detach()
             outputs = form.returned.marked(form.outputs.collected(made, loss))
             is_whole = form.open or form.returned.has_loss or not torch.is_grad_enabled()
             returned = form.returned.put_together(loss, outputs) if is_whole else loss

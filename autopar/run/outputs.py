@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from autopar.axes import AXES, BATCH, TIME, cut_order
 from autopar.errors import CaptureError
 from autopar.ir import Layout, P, R
-from autopar.run import comm
+from autopar.run import collectives, comm
 from autopar.run.dtypes import empty
 from autopar.run.manifest import Manifest, OutputSpec
 from autopar.run.mesh import Mesh
@@ -365,6 +365,10 @@ class Outputs:
         """The names of those that have a gradient in the original."""
         return frozenset(spec.name for spec in self._specs if spec.grad)
 
+    def is_part(self, name: str) -> bool:
+        """Whether each data-parallel rank is given back its own part of this one."""
+        return any(self._kept_apart(BATCH, Layout.parse(s.layouts.get(BATCH, "I"))) for s in self._specs if s.name == name)
+
     def collected(self, made: Sequence[Sequence[Tensor]], loss: Tensor | None) -> dict[str, Tensor]:
         """Collective. made: by this rank's stages for each micro-batch. loss: what is differentiated, if it is. By name, in the order of
         the manifest."""
@@ -434,9 +438,11 @@ class Outputs:
 
     def _over_axis(self, value: Tensor, name: str, layout: Layout) -> Tensor:
         axis = self._mesh.axis(name)
-        if layout.is_shard and axis.size > 1:
-            return joined(comm.all_gather(value, axis), layout.dim, layout.groups)
-        return comm.all_reduce(value, axis) if layout == P else value
+        if layout.is_shard:
+            return collectives.gather(value, axis, layout.dim, layout.groups)
+        if layout == P:
+            return collectives.all_reduce(value, axis)
+        return collectives.own(value, axis) if layout == R else value
 
 
 def _below(layout: Layout) -> Layout:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Kept", "itself", "with_graphs"]
+__all__ = ["Kept", "itself", "keeps_graphs", "with_graphs"]
 
 _GRAPHS: ContextVar[bool] = ContextVar("what is saved is differentiated again", default=False)
 
@@ -20,9 +20,14 @@ def itself(tensor: Tensor) -> Tensor:
     return tensor if _GRAPHS.get() else tensor.detach()
 
 
+def keeps_graphs() -> bool:
+    """Whether gradients of what is computed here may be differentiated again."""
+    return _GRAPHS.get()
+
+
 @contextlib.contextmanager
 def with_graphs() -> Iterator[None]:
-    """Inside, code of the user's runs, which may differentiate gradients again within its forward: tensors are kept with their graph."""
+    """Inside, gradients may be differentiated again, as by code of the user's in its forward: tensors are kept with their graph."""
     token = _GRAPHS.set(True)
     try:
         yield

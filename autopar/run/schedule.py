@@ -33,7 +33,7 @@ from cost_models.exchanges import Exchange
 from cost_models.pipeline import SCHEDULES, exchanged, flow
 from cost_models.pipeline import schedule as schedule_of
 
-__all__ = ["Made", "OpenRun", "OpenStage", "Pipeline", "accumulate", "at_once", "keywords"]
+__all__ = ["Made", "OpenRun", "OpenStage", "Pipeline", "accumulate", "apart", "at_once", "keywords"]
 
 Inputs = Mapping[str, Tensor]
 Made = list[tuple[Tensor, ...]]  # a stage's outputs, of each micro-batch
@@ -42,7 +42,7 @@ Made = list[tuple[Tensor, ...]]  # a stage's outputs, of each micro-batch
 def at_once(stage: Stage, given: Inputs, step: Step, made: Made) -> Tensor:
     """The only stage over the only micro-batch: its loss, to be differentiated. made: takes the stage's outputs."""
     with step.saving():
-        (loss,), outputs = _apart(stage, stage(**given))
+        (loss,), outputs = apart(stage, stage(**given))
     made.append(outputs)
     return loss
 
@@ -53,7 +53,7 @@ def accumulate(stage: Stage, inputs: Sequence[Inputs], step: Step, made: Made) -
     losses = []
     for given in inputs:
         with step.saving():
-            (loss,), outputs = _apart(stage, stage(**given))
+            (loss,), outputs = apart(stage, stage(**given))
         made.append(outputs)
         step.begin_pass(0)
         record.phase(record.BACKWARD)
@@ -82,7 +82,7 @@ class OpenStage:
         self._step = step
         for given in inputs:
             with step.saving():
-                _, outputs = _apart(stage, stage(**given), detach=False)
+                _, outputs = apart(stage, stage(**given), detach=False)
             self._made.append(outputs)
         self.made: Made = [tuple(t.detach() for t in outputs) for outputs in self._made]
 
@@ -234,7 +234,7 @@ class _Run:
         received = tuple(t.requires_grad_(self._train) for t in self._received.get((s, i), ()))
         given = {k: v for k, v in self._inputs[i].items() if k in self._pipeline._takes[s]}
         with self._step.saving():
-            outputs, others = _apart(stage, stage(*received, **given), detach=self._open is None)
+            outputs, others = apart(stage, stage(*received, **given), detach=self._open is None)
         self._outputs[s, i] = tuple(t.detach() for t in others)
         if self._open is not None:
             self._open[s, i] = others
@@ -277,7 +277,7 @@ def keywords(fn: Callable[..., object]) -> frozenset[str]:
     return frozenset(p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY)
 
 
-def _apart(stage: Stage, results: tuple[Tensor, ...], *, detach: bool = True) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def apart(stage: Stage, results: tuple[Tensor, ...], *, detach: bool = True) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """What a stage sends (the last: its loss), and its outputs."""
     n = len(results) - len(stage.outputs)
     return results[:n], tuple(t.detach() if detach else t for t in results[n:])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar.run.mesh import Mesh
+from autopar.run.saved import keeps_graphs
 from autopar.run.weights import Weights, buffers_kept
 
 __all__ = ["Stage", "recompute"]
@@ -44,4 +45,6 @@ def recompute(fn: Callable[..., Any], *args: Any) -> Any:
     The second run has the random numbers of the first, and its updates of buffers (batch norm's running statistics) are
     dropped: they have been made. fn must not read a buffer that the step changes elsewhere.
     """
+    if keeps_graphs():  # of which a second gradient would run it a third time
+        return fn(*args)
     return checkpoint(fn, *args, use_reentrant=False, context_fn=_contexts)

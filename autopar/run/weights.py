@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,12 +42,20 @@ def buffers_kept() -> Iterator[None]:
         _buffers_kept.reset(token)
 
 
+class Source(Protocol):
+    """Where the tensors of a stage are read."""
+
+    def read(self, name: str) -> Tensor:
+        """As it is used, in its local shape. KeyError if the stage does not hold it."""
+
+
 class Weights:
-    """The parameters, buffers and constants of a stage by name, seen from a prefix: `w.at("layer.0")["weight"]`."""
+    """The parameters, buffers and constants of a stage by name, seen from a prefix: `w.at("layer.0")["weight"]`. step: a Step, or another
+    source of them."""
 
     __slots__ = ("_prefix", "_step")
 
-    def __init__(self, step: Step, prefix: str = "") -> None:
+    def __init__(self, step: Source, prefix: str = "") -> None:
         self._step = step
         self._prefix = prefix
 

@@ -1,0 +1,197 @@
+"""Gradients that are to be differentiated again (create_graph=True): a penalty on the gradient of an input, a differential equation's
+residual, products with a Hessian.
+
+The call is run forward once more, as one graph of autograd from the parameters at rest and the inputs, as the user has them, to what was
+returned. Every collective in it is a move whose backward is another (`collectives`), so that gradients of it are differentiated as often
+as is wished, and as all ranks do it alike. What else a step has for speed (buckets, gathering ahead, recomputation) is not in it.
+
+Where each data-parallel rank is given its own part of the batch, what is trained is the mean of these ranks' losses. What a gradient is
+multiplied by on its way to the user, and the gradient of what he makes of it on its way back, follow from that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from autopar.axes import BATCH, cut_order
+from autopar.ir import Layout, R
+from autopar.run import collectives, comm
+from autopar.run.again import Remembered
+from autopar.run.buckets import Held
+from autopar.run.mesh import Axis
+from autopar.run.part import in_graph, is_part
+from autopar.run.plain import plainly
+from autopar.run.saved import with_graphs
+from autopar.run.schedule import apart
+from autopar.run.weights import Weights
+
+__all__ = ["Twice"]
+
+
+class Twice:
+    """Gradients of what one call returned, in autograd's graph. call: what it was of."""
+
+    def __init__(self, call: Remembered) -> None:
+        self._call = call
+        differentiated = any(spec.grad and call.bound[spec.name].requires_grad for spec in call.form.manifest.inputs)
+        self._before = {name: call.tree.buffer(name).clone() for name in call.written} if differentiated else {}
+
+    def of_loss(self, grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """Collective: by these leaves, from the gradient of the loss."""
+        loss, _ = self._forward()
+        return _gradients([loss], [grad.to(loss.dtype)], leaves)
+
+    def of_outputs(self, grads: Mapping[str, Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """Collective: by these leaves, from the gradients of outputs, by name."""
+        _, values = self._forward()
+        used = [(values[name], grad.to(values[name].dtype)) for name, grad in grads.items() if grad is not None]
+        return _gradients([value for value, _ in used], [grad for _, grad in used], leaves)
+
+    def _forward(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, and what the call returned beside it."""
+        call, form = self._call, self._call.form
+        self._check()
+        made, losses = [], []
+        with with_graphs(), _without_compiling(), call.run_again(lambda: Weights(_Read(call, self._before))):
+            for given in form.micro_batches(self._inputs()):
+                (loss,), outputs = apart(form.stages[0], form.stages[0](**given), detach=False)
+                losses.append(loss)
+                made.append(outputs)
+            values = form.outputs.collected(made, None)
+        return torch.stack(losses).sum(0), {name: self._of_the_mean(name, value) for name, value in values.items()}
+
+    def _check(self) -> None:
+        """RuntimeError if it cannot be run so."""
+        form, manifest = self._call.form, self._call.form.manifest
+        asked = "gradients were asked for with create_graph=True, to be differentiated again,"
+        instead = (
+            "Take such a term from differences (a second call on shifted inputs), or make it of a call of the original's forward "
+            "(model.original.forward(...)), which every rank computes whole"
+        )
+        if form.mesh.pp.size > 1:
+            raise RuntimeError(
+                f"{asked} and the stages of a pipeline give first gradients alone. Compile {manifest.model} with Pins(pp=1). {instead}"
+            )
+        if form.regions or manifest.not_linear:
+            what = manifest.not_linear[0] if manifest.not_linear else "a part of it"
+            raise RuntimeError(f"{asked} and in {manifest.model} {what} runs as it is written, or has a backward of its own. {instead}")
+        if written := [name for name in self._call.written if name not in self._before]:
+            raise RuntimeError(
+                f"{asked} of a call that has changed {written[0]}, and of which no input requires a gradient: it cannot be run again. "
+                f"{instead}"
+            )
+        if not self._call.unchanged():
+            raise RuntimeError(
+                f"{asked} of a call since which parameters, buffers or inputs were changed. Change them after that, or call the model again"
+            )
+
+    def _inputs(self) -> dict[str, Tensor]:
+        """This rank's part of each input; of those that are differentiated by, in the graph of what the call was given."""
+        form, bound = self._call.form, self._call.bound
+        parts = form.batch.own_parts(bound)
+        for spec in form.manifest.inputs:
+            if not (spec.grad and bound[spec.name].requires_grad):
+                continue
+            value = bound[spec.name].resolve_conj().resolve_neg()
+            for name in cut_order():
+                axis, layout = form.mesh.axis(name), Layout.parse(spec.layouts.get(name, "I"))
+                if name == BATCH and form.batch.local:
+                    value = _from_a_part(value, axis, layout)
+                elif layout.is_shard:
+                    value = collectives.split(value, axis, layout.dim, layout.groups)
+                elif layout == R:
+                    value = collectives.copy_to(value, axis)
+            parts[spec.name] = value.to(form.device)
+        return parts
+
+    def _of_the_mean(self, name: str, value: Tensor) -> Tensor:
+        """An output as the user is given it, whose gradient is that of this rank's own loss."""
+        form = self._call.form
+        dp = form.mesh.dp
+        if not form.batch.local or dp.size == 1 or not value.requires_grad:
+            return value
+        if form.outputs.is_part(name):
+            return collectives.moved(value, _same, lambda g: g / dp.size)
+        return collectives.moved(value, _same, lambda g: comm.all_reduce(g, dp) / dp.size)
+
+
+class _Read:
+    """The parameters, buffers and constants of one call, by name: from what rests of a parameter to what is used of it, in autograd's
+    graph. before: the buffers that the call changes, as they were."""
+
+    def __init__(self, call: Remembered, before: Mapping[str, Tensor]) -> None:
+        self._call, self._form = call, call.form
+        self._buffers = {name: value.clone() for name, value in before.items()}
+        self._used: dict[str, Tensor] = {}
+
+    def read(self, name: str) -> Tensor:
+        """As `weights.Step.read`."""
+        tree = self._call.tree
+        canonical = tree.names.get(name)
+        if canonical is None:
+            known = self._buffers if name in self._buffers else self._form.constants
+            return known[name] if name in known else tree.buffer(name)
+        if canonical not in self._used:
+            self._used[canonical] = self._in_use(tree.held[canonical])
+        return self._used[canonical]
+
+    def _in_use(self, held: Held) -> Tensor:
+        form, dtype = self._form, held.reduce_dtype
+        value = in_graph(held.param) if is_part(held.param) else held.param  # type: ignore[arg-type]
+        if not held.trains:
+            value = held.local
+        copies = ["replica" if name == BATCH and held.zero is not None else name for name in held.partial]
+        if over := [name for name in copies if form.mesh.axis(name).size > 1]:
+            value = _shared(value, form.mesh.joint(over), held.terms, dtype, self._mean_over(over))
+        if held.zero is not None and BATCH in held.partial:
+            value = collectives.all_gather(value, form.mesh.shard, held.zero, sums=dtype)
+        elif held.zero is not None:
+            value = collectives.gather(value, form.mesh.shard, held.zero)
+        return value.to(form.computes.get(held.spec.name, value.dtype))
+
+    def _mean_over(self, names: Sequence[str]) -> Axis | None:
+        """The axis over which ranks have losses of their own, of those that have copies of a parameter."""
+        found = next((name for name in names if name in (BATCH, "replica")), None)
+        return self._form.mesh.axis(found) if found is not None and self._form.batch.local else None
+
+
+def _shared(x: Tensor, axis: Axis, terms: int, dtype: torch.dtype, of_the_mean: Axis | None) -> Tensor:
+    """A parameter of which ranks have copies, whose gradient is the sum of theirs. terms: how many of them are the same. of_the_mean: the
+    axis over which losses that are made of that gradient are others."""
+
+    def again(g: Tensor) -> Tensor:
+        return g.view_as(g) if of_the_mean is None else comm.all_reduce(g, of_the_mean) / of_the_mean.size
+
+    return collectives.moved(x, _same, lambda g: comm.all_reduce((g / terms if terms > 1 else g).to(dtype), axis).to(g.dtype), again)
+
+
+def _from_a_part(x: Tensor, dp: Axis, layout: Layout) -> Tensor:
+    """An input of which this rank was given its own part, or that each was given (R), whose gradient is that of this rank's own loss."""
+    if dp.size == 1 or not (layout.is_shard or layout == R):
+        return x
+    if layout.is_shard:
+        return collectives.moved(x, _same, lambda g: g * dp.size)
+    return collectives.moved(x, _same, lambda g: comm.all_reduce(g, dp), lambda g: comm.all_reduce(g, dp) / dp.size)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _gradients(values: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    used = [(value, grad) for value, grad in zip(values, grads, strict=True) if value.requires_grad]
+    if not used:
+        return [None] * len(leaves)
+    with plainly():
+        found = torch.autograd.grad([v for v, _ in used], list(leaves), [g for _, g in used], create_graph=True, allow_unused=True)
+    return list(found)
+
+
+def _without_compiling() -> AbstractContextManager[object]:
+    """What torch.compile has made gives first gradients alone."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
