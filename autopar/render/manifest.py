@@ -76,7 +76,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             aliases=b.aliases,
             layouts=_layouts(b.layouts),
             stages=(stages := used.get(b.value, homes.get(b.value, (0,)))),
-            written=writers.get(b.value) if len(stages) > 1 else None,
+            written=writers.get(b.value, stages[-1] if b.mutated else None),  # batch norm writes to its own
         )
         for b in local.buffers
     )

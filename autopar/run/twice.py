@@ -57,6 +57,7 @@ class Twice:
         call, form = self._call, self._call.form
         self._check()
         made, losses = [], []
+        form.begin()
         with with_graphs(), _without_compiling(), call.run_again(lambda: Weights(_Read(call, self._before))):
             for given in form.micro_batches(self._inputs()):
                 (loss,), outputs = apart(form.stages[0], form.stages[0](**given), detach=False)
@@ -77,9 +78,6 @@ class Twice:
             raise RuntimeError(
                 f"{asked} and the stages of a pipeline give first gradients alone. Compile {manifest.model} with Pins(pp=1). {instead}"
             )
-        if form.regions or manifest.not_linear:
-            what = manifest.not_linear[0] if manifest.not_linear else "a part of it"
-            raise RuntimeError(f"{asked} and in {manifest.model} {what} runs as it is written, or has a backward of its own. {instead}")
         if written := [name for name in self._call.written if name not in self._before]:
             raise RuntimeError(
                 f"{asked} of a call that has changed {written[0]}, and of which no input requires a gradient: it cannot be run again. "
@@ -137,7 +135,8 @@ class _Read:
             known = self._buffers if name in self._buffers else self._form.constants
             return known[name] if name in known else tree.buffer(name)
         if canonical not in self._used:
-            self._used[canonical] = self._in_use(tree.held[canonical])
+            with torch.enable_grad():  # what reads it first may be without gradients
+                self._used[canonical] = self._in_use(tree.held[canonical])
         return self._used[canonical]
 
     def _in_use(self, held: Held) -> Tensor:
