@@ -169,7 +169,7 @@ def test_a_parameter_may_be_frozen_for_a_while(pair: WorkerPool, plan: str) -> N
 
 
 def _refused() -> list[str]:
-    model = build({"dp": 2})
+    model, staged = build({"dp": 2}), build({"pp": 2})
     x, y = batch()
 
     def said(action: Callable[[], Any]) -> str:
@@ -180,7 +180,7 @@ def _refused() -> list[str]:
         return "nothing was raised"
 
     return [
-        said(lambda: torch.autograd.grad(model(x.clone().requires_grad_(), y).loss, model.head.weight, create_graph=True)),
+        said(lambda: torch.autograd.grad(staged(x.clone().requires_grad_(), y).loss, staged.head.weight, create_graph=True)),
         said(lambda: model.float()),
         said(lambda: autopar.compile(Told(), 2, outputs="some")),
     ]
@@ -188,7 +188,7 @@ def _refused() -> list[str]:
 
 def test_what_is_not_planned_for_is_refused(pair: WorkerPool) -> None:
     for twice, cast, outputs in pair.run(_refused, timeout_s=60):
-        assert "create_graph=True" in twice
+        assert "create_graph=True" in twice and "Pins(pp=1)" in twice
         assert "was compiled in torch.float64" in cast
         assert "there is no outputs 'some'" in outputs
 

@@ -264,7 +264,8 @@ def _refused() -> list[str]:
             said.append(str(error))
 
     model = autopar.compile(Plain(), 2, example_inputs=(x,), cluster="cpu", pins={"dp": 2})
-    note(lambda: torch.autograd.grad(model(x)["logits"].sum(), model.head.weight, create_graph=True))
+    halves = autopar.compile(Plain(), 2, example_inputs=(x,), cluster="cpu", pins={"pp": 2})
+    note(lambda: torch.autograd.grad(halves(x)["logits"].sum(), halves.head.weight, create_graph=True))
     loss = model(x)["logits"].sum()
     loss.backward()
     note(loss.backward)

@@ -101,6 +101,30 @@ def test_forward_and_backward_of_every_transition(workers: WorkerPool) -> None:
     assert workers.run(_check_all, timeout_s=60) == [len(CASES)] * N
 
 
+def _check_again() -> int:
+    """The backward of a backward lies as the value did, and is the move itself, to any order."""
+    axis = Mesh({"tp": N}).tp
+    for number, (name, source, target, transition) in enumerate(CASES):
+        seeded = torch.Generator().manual_seed(number)
+        value, upstream = (torch.randn(SHAPE, dtype=torch.float64, generator=seeded) for _ in range(2))
+        x = _lay(value, source, axis, 1000 + number).requires_grad_()
+        back, onward = ({"S": at, "R": P, "I": I, "P": R}[at.kind.value] for at in (source, target))
+        grad = _lay(upstream, onward, axis, 2000 + number).requires_grad_()
+        (first,) = torch.autograd.grad(transition(x, axis), x, grad, create_graph=True)
+        label = f"{name} {source} -> {target}"
+        assert (_value(first.detach(), back, axis) - upstream).abs().max() < 1e-12, f"backward of {label}"
+        again = _lay(value, source, axis, 3000 + number).requires_grad_()  # what is differentiated by lies as what it is differentiated of
+        (second,) = torch.autograd.grad(first, grad, again, create_graph=True)
+        assert (_value(second.detach(), target, axis) - value).abs().max() < 1e-12, f"backward of the backward of {label}"
+        (third,) = torch.autograd.grad(second, again, _lay(upstream, onward, axis, 4000 + number))
+        assert (_value(third, back, axis) - upstream).abs().max() < 1e-12, f"third backward of {label}"
+    return len(CASES)
+
+
+def test_gradients_of_every_transition_can_be_differentiated(workers: WorkerPool) -> None:
+    assert workers.run(_check_again, timeout_s=60) == [len(CASES)] * N
+
+
 def _check_dtypes() -> None:
     axis = Mesh({"tp": N}).tp
     value = torch.arange(24 * 12).reshape(24, 12) % 7

@@ -14,6 +14,7 @@ from autopar.run import Mesh, WorkerPool, comm, recompute
 from autopar.run import collectives as C
 from autopar.run import local_ops as L
 from autopar.run.mesh import Axis
+from autopar.run.saved import with_graphs
 
 pytestmark = pytest.mark.gloo
 N = 4
@@ -118,6 +119,41 @@ def _batch_norm() -> None:
     assert low.dtype == torch.bfloat16
 
 
+def _second_gradients() -> None:
+    """Of what is computed inside of `with_graphs`: of a loss and a penalty on its gradients, those of the operators themselves."""
+    axis = Mesh({"tp": N}).tp
+    labels = torch.randint(24, (9,), generator=torch.Generator().manual_seed(0))
+    labels[2] = -100
+    logits, x = _random(9, 24).mul(3).requires_grad_(), (_random(8, 3, 5) * 3 + 1).requires_grad_()
+    a, b, w = _random(N).requires_grad_(), _random(N, seed=1).abs().add(1).requires_grad_(), _random(3, seed=2).requires_grad_()
+    up = _random(8, 3, 5, seed=3)
+
+    def penalised(loss: Tensor, leaves: list[Tensor], over: list[bool]) -> list[Tensor]:
+        slopes = torch.autograd.grad(loss, leaves, create_graph=True)
+        sums = [g.pow(3).sum() for g in slopes]
+        total = loss + sum(C.all_reduce(s, axis) if split else s for s, split in zip(sums, over, strict=True))
+        return list(torch.autograd.grad(total, leaves))
+
+    own = [_part(logits, axis, 1), a.detach()[axis.rank].clone().requires_grad_(), b.detach()[axis.rank].clone().requires_grad_()]
+    rows, weight = _part(x, axis, 0), w.detach().clone().requires_grad_()
+    with with_graphs():
+        normed = L.sync_batch_norm(rows, C.copy_to(weight, axis), None, None, None, axis, 0.1, 1e-5)
+        found = [
+            *penalised(L.cross_entropy_sum_vocab(own[0], labels, axis), own[:1], [True]),
+            *penalised(L.quotient_of_sums(own[1], own[2], axis), own[1:], [True, True]),
+            *penalised(C.all_reduce((normed * up.chunk(N)[axis.rank]).pow(2).sum(), axis), [rows, weight], [True, False]),
+        ]
+    exact = F.batch_norm(x, None, None, w, training=True)
+    expected = [
+        *penalised(F.cross_entropy(logits, labels, reduction="sum"), [logits], [False]),
+        *penalised(a.sum() / b.sum(), [a, b], [False, False]),
+        *penalised((exact * up).pow(2).sum(), [x, w], [False, False]),
+    ]
+    parts = [_part(expected[0], axis, 1), *(t[axis.rank] for t in expected[1:3]), _part(expected[3], axis, 0), expected[4]]
+    for mine, other in zip(found, parts, strict=True):
+        assert torch.allclose(mine, other, rtol=1e-9, atol=1e-11)
+
+
 def _dropout() -> None:
     mesh = Mesh({"dp": 2, "tp": 2})
     torch.manual_seed(0)
@@ -142,7 +178,10 @@ def _dropout() -> None:
     assert not L.dropout(ones, None, 1.0).any() and torch.equal(L.dropout(ones, None, 0.0), ones)
 
 
-@pytest.mark.parametrize("check", [_embedding, _cross_entropy, _quotient, _batch_norm, _dropout], ids=lambda f: f.__name__)
+CHECKS = [_embedding, _cross_entropy, _quotient, _batch_norm, _second_gradients, _dropout]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
 def test_local_code_equals_the_operator(workers: WorkerPool, check: object) -> None:
     workers.run(check, timeout_s=60)  # type: ignore[arg-type]
 

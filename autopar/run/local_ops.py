@@ -127,7 +127,8 @@ def quotient_of_sums(a: Tensor, b: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return a / b
     if keeps_graphs():
-        return collectives.all_reduce(a, axis) / collectives.all_reduce(b, axis)
+        above, below = (collectives.all_reduce(x.double(), axis).to(x.dtype) for x in (a, b))
+        return above / below
     return _QuotientOfSums.apply(a, b, axis)
 
 
