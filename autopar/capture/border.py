@@ -32,6 +32,7 @@ from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten
 from autopar.errors import CaptureError
 from autopar.run.outputs import Returned
+from autopar.run.plain import plainly
 
 __all__ = ["TracedCall", "check_border", "observed", "traced"]
 
@@ -227,7 +228,8 @@ def _check_constants(trace: Trace, start: State, written: set[str]) -> None:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    with plainly():  # what the loop has made of parts may stand where each call puts a tensor
+        return int(tensor.untyped_storage()._cdata)
 
 
 def _same_constants(a: Trace, b: Trace) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["HOOKS", "LruCache", "Reached", "Reads", "Search", "compares_objects", "is_foreign", "loaded_in"]
+__all__ = ["HOOKS", "LruCache", "Reached", "Reads", "Search", "compares_objects", "is_foreign", "loaded_in", "stored_by"]
 
 LruCache = functools._lru_cache_wrapper
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -99,6 +99,17 @@ class Reads:
 def is_foreign(module_name: object) -> bool:
     """Whether code of this module is that of Python, torch or numpy: it keeps no state of the user's."""
     return str(module_name).partition(".")[0] in _FOREIGN
+
+
+def stored_by(cls: type) -> frozenset[str]:
+    """The attributes that methods of a class of torch's, and of its bases, give to an object. Others are the user's."""
+    if cls not in _OF_CLASSES:
+        methods = [x for base in cls.__mro__ for x in vars(base).values() if isinstance(x, FunctionType)]
+        _OF_CLASSES[cls] = frozenset(i.argval for function in methods for i in dis.get_instructions(function) if i.opname == "STORE_ATTR")
+    return _OF_CLASSES[cls]
+
+
+_OF_CLASSES: dict[type, frozenset[str]] = {}
 
 
 def _is_followed(module_name: object) -> bool:

@@ -42,7 +42,7 @@ from autopar.capture.held import (
     order_of,
     shown_key,
 )
-from autopar.capture.reach import HOOKS, LruCache, Reached, Reads, is_foreign
+from autopar.capture.reach import HOOKS, LruCache, Reached, Reads, is_foreign, stored_by
 from autopar.run import hooks
 from autopar.run.left_out import LeftOut
 
@@ -143,7 +143,7 @@ class Walk:
                 continue
             if isinstance(value, CODE) and hasattr(kind, name):
                 self.leaves[f"{prefix}{name}"] = Opaque(value)  # in place of the class's own
-            elif foreign:
+            elif foreign and name in stored_by(kind) and not isinstance(value, torch.Tensor):
                 continue
             self.visit(f"{prefix}{name}", value, DEPTH)
         for cls in kind.__mro__ if new else ():

@@ -22,6 +22,7 @@ from autopar.run import collectives, comm
 from autopar.run.dtypes import empty
 from autopar.run.manifest import Manifest, OutputSpec
 from autopar.run.mesh import Mesh
+from autopar.run.part import Parted
 from autopar.run.plain import plainly
 from autopar.run.slices import joined, local_slice
 
@@ -88,6 +89,9 @@ class Inner(Tensor):
             for x in (inputs,) if isinstance(inputs, Tensor) else inputs:
                 if isinstance(x, cls):
                     x._refuse()
+        if any(issubclass(kind, Parted) for kind in types):  # whose own functions are asked then
+            args, kwargs = pytree.tree_map_only(cls, _as_plain, (args, kwargs))
+            return func(*args, **kwargs)
         with plainly():
             return func(*args, **kwargs)
 
@@ -100,6 +104,11 @@ class Inner(Tensor):
 
     grad = property(_refuse, _refuse)
     retain_grad = register_hook = _refuse
+
+
+def _as_plain(x: Tensor) -> Tensor:
+    with plainly():
+        return x.as_subclass(Tensor)
 
 
 # ------------------------------------------------------------------------------------------------------- all that it returns

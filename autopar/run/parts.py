@@ -67,6 +67,8 @@ def _by_parts(
         return copied(func, name, args)
     if name == "detach":
         return alias_of(first)
+    if name == "detach_" and isinstance(first, Part):
+        return first.requires_grad_(False)
     if name == "__iter__":
         return iter(first.unbind(0))
     if name in F.SHOWN and is_part(first):

@@ -8,10 +8,14 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
-from benchmarks._traps_kit import Compile, Results, batch, program, seeded, sgd, state, train
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks._traps_kit import Compile, Logits, Results, batch, program, seeded, sgd, state, train
 from benchmarks.trap_programs.elsewhere import Scaled
 
 KIND = "elsewhere"
@@ -188,3 +192,36 @@ def objects_in_a_set(compile: Compile) -> Results:
 def objects_as_keys(compile: Compile) -> Results:
     stages = {Stage(): 1.0}
     return _annealed(compile, lambda: sum(one.rate for one in stages), lambda value: [setattr(one, "rate", value) for one in stages])
+
+
+def _masked(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight * layer.mask * layer.settings["scale"], layer.bias) * layer.options.rate  # type: ignore[operator,index]
+
+
+@program(KIND, plans=("dp2tp2",))
+def settings_on_a_layer_of_torch(compile: Compile) -> Results:
+    """A mask, a dict and an object on a layer of torch's own, whose forward is the user's; and a temperature, by which a hook divides."""
+    model = seeded(Logits)
+    up, head = model.blocks[0].up, model.head
+    up.mask, up.settings, up.options = torch.ones_like(up.weight), {"scale": 1.0}, SimpleNamespace(rate=1.0)
+    up.forward = MethodType(_masked, up)
+    head.temperature = torch.ones(())
+    head.register_forward_hook(lambda layer, given, made: made / layer.temperature)
+    made = compile(model, example_inputs=(batch()[0],))
+    optimizer, losses = sgd(made), []
+    for step in range(6):
+        x, y = batch(step)
+        loss = F.cross_entropy(made(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if step == 1:
+            up.mask = (torch.arange(up.mask.numel()).view_as(up.mask) % 3 > 0).to(up.mask.dtype)
+        if step == 2:
+            up.mask.mul_(0.5)
+        if step == 3:
+            up.settings["scale"] = up.options.rate = 0.5
+        if step == 4:
+            head.temperature = head.temperature * 2
+    return {"losses": losses, "state": state(made)}

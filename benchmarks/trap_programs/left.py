@@ -321,3 +321,24 @@ def attention_beside_the_model(compile: Compile) -> Results:
     with torch.no_grad():
         made(batch(3, 24)[0])
     return {"losses": losses, "late": made.late.mean * torch.ones(CLASSES), "batches": len(batches())}
+
+
+@program(KIND)
+def penalty_left_on_a_layer_of_torch(compile: Compile) -> Results:
+    """A hook leaves the mean square of an activation on a layer of torch's own."""
+
+    def keep(layer: Any, given: Any, made: Tensor) -> None:
+        layer.size = made.square().mean()
+
+    model = seeded(Logits)
+    model.blocks[0].up.register_forward_hook(keep)
+    return _with_more(compile, model, lambda made: 0.1 * made.blocks[0].up.size)
+
+
+@program(KIND)
+def numbers_left_on_a_layer_of_torch(compile: Compile) -> Results:
+    """A hook adds to a list on a layer of torch's own in each call."""
+    model = seeded(Logits)
+    model.head.means = []
+    model.head.register_forward_hook(lambda layer, given, made: layer.means.append(made.detach().mean()))
+    return _with_more(compile, model, lambda made: 0.1 * len(made.head.means))

@@ -14,8 +14,8 @@ from benchmarks._traps_kit import BATCH, CLASSES, HIDDEN, WIDTH, Compile, Logits
 from benchmarks.trap_programs.local import mean_of_ranks, part_of
 
 KIND = "penalties"
-MORE = ("zero1", "zero3", "hybrid3", "dp2tp2")
-IN_PARTS = ("zero1", "zero3", "dp2mb2", "dp2tp2")  # of a model with a loss of its own
+MORE = ("hybrid3", "dp2tp2")
+IN_PARTS = ("dp2mb2", "dp2tp2")  # of a model with a loss of its own
 
 
 class Critic(nn.Module):
@@ -208,7 +208,7 @@ def diagonal_of_a_hessian(compile: Compile) -> Results:
     return {"traces": found, "state": state(model)}
 
 
-@program(KIND, plans=("zero1", "zero3"))
+@program(KIND)
 def penalty_of_local_parts(compile: Compile) -> Results:
     """Each rank makes the mean of its own samples, and of the slopes there."""
     critic = compile(seeded(Critic), example_inputs=(samples(),), local_batch=True)
@@ -226,7 +226,7 @@ def penalty_of_local_parts(compile: Compile) -> Results:
     return {"losses": losses, "state": state(critic)}
 
 
-@program(KIND, plans=("zero1", "zero3"))
+@program(KIND)
 def penalty_of_local_parts_with_a_loss_inside(compile: Compile) -> Results:
     """The loss is of the global batch, and slopes are of the samples that a rank was given, each by its own loss."""
     model: Any = compile(seeded(Net), example_inputs=batch(), local_batch=True)

@@ -222,6 +222,28 @@ def pruned_before_compile(compile: Compile) -> Results:
     return trained(compile(original, example_inputs=batch()))
 
 
+def _pruned_in_turns(compile: Compile, **options: Any) -> Results:
+    """Pruned, trained, pruned further by what the weights are then, and trained on."""
+    original = seeded(Net)
+    prune.l1_unstructured(original.blocks[0].up, "weight", amount=0.1)
+    model = compile(original, example_inputs=batch(), **options)
+    losses = train(model, sgd(model, 0.5), steps=3)
+    prune.l1_unstructured(original.blocks[0].up, "weight", amount=0.4)
+    return {"losses": losses + train(model, sgd(model, 0.5), steps=3), "mask": original.blocks[0].up.weight_mask.sum()}
+
+
+@program("wrapped")
+def pruned_in_turns(compile: Compile) -> Results:
+    """What the call computes the pruned weight to is what the next turn prunes by."""
+    return _pruned_in_turns(compile)
+
+
+@program("wrapped", remedy_of="pruned_in_turns", plans=("dp2tp2",))
+def pruned_in_turns_with_all_that_is_left(compile: Compile) -> Results:
+    """Compiled with outputs='all', so that it stands there."""
+    return _pruned_in_turns(compile, outputs="all")
+
+
 @program(KIND)
 def pruned_by_hand(compile: Compile) -> Results:
     """The remedy: masks of whole weights, multiplied in after every step."""
