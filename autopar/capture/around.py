@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.capture.padded import left_out_as_evaluated
-from autopar.capture.reach import is_foreign
+from autopar.capture.reach import is_foreign, is_installed
 from autopar.capture.said import Said, heard
 from autopar.capture.source import running_line
 from autopar.errors import CaptureError
@@ -31,7 +31,14 @@ from autopar.run.grad_mode import as_called as called_in
 from autopar.run.objects import key_name
 from autopar.run.region import REGION
 
-__all__ = ["Around", "as_called", "asking", "capturing", "check_told", "said_otherwise"]
+__all__ = ["Around", "as_called", "as_not_traced", "asking", "capturing", "check_told", "said_otherwise"]
+
+
+@dataclass(slots=True)
+class Traced:
+    """asked: whether code of the user's has asked if it is traced, and was told that it is not."""
+
+    asked: bool = False
 
 
 @dataclass(slots=True)
@@ -126,6 +133,19 @@ _TOLD: Mapping[Any, Any] = {
 
 _GRAD, _INFERENCE = torch.is_grad_enabled, torch.is_inference_mode_enabled
 _AROUND: ContextVar[Around | None] = ContextVar("what is around the call", default=None)
+_TRACED: ContextVar[Traced | None] = ContextVar("who is told that nothing is traced", default=None)
+_OF_COMPILERS = ("is_compiling", "is_exporting", "is_dynamo_compiling")  # of torch.compiler
+
+
+@contextlib.contextmanager
+def as_not_traced() -> Iterator[Traced]:
+    """Inside, code of the user's that asks torch.compiler whether it is compiled or exported is told what it is told when it runs: that it
+    is not. Packages that are installed, and torch, are told what is: what they do where they are traced is written to be traced."""
+    token = _TRACED.set(traced := Traced())
+    try:
+        yield traced
+    finally:
+        _TRACED.reset(token)
 
 
 @contextlib.contextmanager
@@ -229,10 +249,30 @@ def _told(around: Around | None) -> Iterator[None]:
         around.asked = True
         return around.mode.grad
 
+    traced = _TRACED.get()
+
+    def told(found: Callable[[], bool]) -> Callable[[], bool]:
+        def is_traced() -> bool:
+            frame = sys._getframe(1)
+            if str(frame.f_globals.get("__name__", "")).startswith("torch._dynamo") and frame.f_back is not None:
+                frame = frame.f_back  # which asks for another
+            name = frame.f_globals.get("__name__", "")
+            if traced is None or is_foreign(name) or is_installed(name):
+                return found()
+            traced.asked = True
+            return False
+
+        return is_traced
+
+    asked = {name: getattr(torch.compiler, name) for name in _OF_COMPILERS if hasattr(torch.compiler, name)}
     before = torch.is_grad_enabled, torch.is_inference_mode_enabled
+    for name, function in asked.items() if traced is not None else ():
+        setattr(torch.compiler, name, told(function))
     torch.is_grad_enabled, torch.is_inference_mode_enabled = is_grad_enabled, is_inference_mode_enabled
     try:
         with contextlib.nullcontext() if around.modes else left_out_as_evaluated(wanted):
             yield
     finally:
         torch.is_grad_enabled, torch.is_inference_mode_enabled = before
+        for name, function in asked.items():
+            setattr(torch.compiler, name, function)

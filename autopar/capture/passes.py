@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.answers import NONE, Answers
 from autopar.capture.applied import keeping_what_runs_again
-from autopar.capture.around import capturing, check_told, said_otherwise
+from autopar.capture.around import as_not_traced, capturing, check_told, said_otherwise
 from autopar.capture.aside import sparse_buffers_aside
 from autopar.capture.assembled import program_of, with_flows
 from autopar.capture.autocast import with_casts
@@ -147,7 +147,15 @@ def _captured_and_checked(
     """example: where the model lies. how: as in `capture`, and as of `_captured`."""
 
     def at_once(example: Inputs, **more: Any) -> Captured:
-        return _captured(model, example, loss, dtype=dtype, **how, **more)
+        with as_not_traced() as traced:
+            try:
+                return _captured(model, example, loss, dtype=dtype, **how, **more)
+            except (BufferMade, NoLoss, OtherGradients, SparseGradients):
+                raise
+            except CaptureError:
+                if not traced.asked:
+                    raise
+        return _captured(model, example, loss, dtype=dtype, **how, **more)  # what it does where it is traced
 
     def once(example: Inputs, **more: Any) -> Captured:
         try:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["HOOKS", "LruCache", "Reached", "Reads", "Search", "compares_objects", "is_foreign", "loaded_in", "stored_by"]
+__all__ = ["HOOKS", "LruCache", "Reached", "Reads", "Search", "compares_objects", "is_foreign", "is_installed", "loaded_in", "stored_by"]
 
 LruCache = functools._lru_cache_wrapper
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")

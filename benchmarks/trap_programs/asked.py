@@ -186,3 +186,24 @@ class _OfThisBatch(Net):
 def branch_by_what_this_batch_wrote(compile: Compile) -> Results:
     """The buffer is written with this batch before it is asked."""
     return trained(compile(seeded(_OfThisBatch), example_inputs=batch()))
+
+
+class _Eagerly(Net):
+    """Does some of its work where it is not traced: running means, and twice the hidden values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(HIDDEN))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        if not torch.compiler.is_compiling():
+            with torch.no_grad():
+                self.mean.lerp_(h.mean(0), 0.1)
+        return h if torch.compiler.is_exporting() else 2 * h
+
+
+@program("state")
+def work_where_nothing_is_traced(compile: Compile) -> Results:
+    """Code that asks torch.compiler whether it is traced."""
+    return trained(compile(seeded(_Eagerly), example_inputs=batch()))
