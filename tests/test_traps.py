@@ -38,11 +38,12 @@ PROGRAMS_HERE = (
     "one_tensor_in_the_example_alone", "optimizer_before_compile", "optimizer_of_an_operator_that_writes",
     "optimizer_whose_step_is_compiled_as_one_graph", "original_called_in_training_mode", "outputs_in_a_dict_with_attributes",
     "outputs_in_a_namespace", "own_weight_as_an_input", "padding_pooled_in_evaluation", "parameter_left_in_a_global",
-    "parameter_that_a_function_gives_no_gradient", "parameters_cast_for_a_function", "parametrised_in_each_call", "parts_of_a_sequence",
-    "pattern_that_the_loop_goes_through", "penalty_left_on_a_layer_of_torch", "pointer_into_a_queue", "property_over_a_slot",
-    "pruned_in_turns_with_all_that_is_left", "rate_behind_a_descriptor", "rates_tried_and_put_back", "recurrent_of_several_lengths",
-    "reference_without_adapters", "rows_bounded_by_the_layer", "running_mean_under_two_names", "samples_repeated",
-    "scale_annealed_from_one", "settings_on_a_layer_of_torch", "settings_that_the_forward_makes", "shift_noted_on_a_table",
+    "parameter_that_a_function_gives_no_gradient", "parameters_cast_for_a_function", "parametrised_in_each_call",
+    "part_that_has_a_layer_under_two_names", "parts_of_a_sequence", "pattern_that_the_loop_goes_through",
+    "penalty_left_on_a_layer_of_torch", "pointer_into_a_queue", "property_over_a_slot", "pruned_in_turns_with_all_that_is_left",
+    "rate_behind_a_descriptor", "rates_tried_and_put_back", "recurrent_of_several_lengths", "reference_without_adapters",
+    "rows_bounded_by_the_layer", "running_mean_under_two_names", "samples_repeated", "scale_annealed_from_one",
+    "settings_of_a_parametrised_layer", "settings_on_a_layer_of_torch", "settings_that_the_forward_makes", "shift_noted_on_a_table",
     "sizes_and_names_left", "sizes_of_blocks_in_a_loss_outside", "sizes_that_are_printed", "some_norms_frozen_midway",
     "started_anew_where_little_used", "states_in_a_list_beside_a_cache", "states_of_a_number", "states_of_a_teacher_and_a_student",
     "states_returned_and_used", "steps_set_back_and_loaded", "table_made_once", "target_moved_and_a_loss_outside",
@@ -50,7 +51,7 @@ PROGRAMS_HERE = (
     "train_takes_a_batch", "two_models_in_turns", "two_views_and_a_loss_outside", "two_views_through_one_encoder",
     "unused_layers_switched_on", "unwrapped_where_wrapped", "weights_clamped_and_normalised_by_blocks", "weights_drawn_anew",
     "weights_masked_and_decayed_in_turns", "weights_without_elements", "whole_state_by_place", "width_of_another_base_midway",
-    "written_by_save_pretrained",
+    "work_where_nothing_is_traced", "written_by_save_pretrained",
 )  # fmt: skip
 
 

@@ -110,7 +110,9 @@ class Walk:
         own, kind = vars(module), type(module)
         shown, new = self._of(kind, own), kind not in self.foreign
         self.held.append(Held(prefix, own, shown))
-        foreign = self.foreign[kind] = is_foreign(kind.__module__) if new else self.foreign[kind]
+        if new:  # of what is parametrized, the class is torch's and has the user's behind it
+            self.foreign[kind] = all(is_foreign(base.__module__) for base in kind.__mro__)
+        foreign = self.foreign[kind]
         kept = len(dict.get(own, "_non_persistent_buffers_set", ()))
         for table in REGISTRIES:
             found = dict(own[table])

@@ -87,6 +87,16 @@ class Region:
         operands = {f"{self.handle}[{k}]": found for k, found in enumerate(self.upstream)}
         return operands | {f"{self.handle}.{name}": ((within(self.path, name),), ()) for name in self.state}
 
+    @functools.cached_property
+    def _places(self) -> frozenset[str]:
+        """Of the names of its state, one for each place: a layer that stands under two names has its tensors once, and what is put there
+        twice would not be taken away again."""
+        first: dict[tuple[int, str], str] = {}
+        for name in self.state:
+            path, _, key = name.rpartition(".")
+            first.setdefault((id(self.module.get_submodule(path)), key), name)
+        return frozenset(first.values())
+
     def detach(self) -> Region:
         return self
 
@@ -107,7 +117,7 @@ class Region:
             m.training = mode
         try:
             named = zip(self.state, state, strict=True)
-            noted = {f"module.{name}": self._noted(t, f"{self.handle}.{name}") for name, t in named}
+            noted = {f"module.{name}": self._noted(t, f"{self.handle}.{name}") for name, t in named if name in self._places}
             noted = _with_attributes(noted, self.module)
             with under(self.autocast), without_checkpointing(), without_key_value_cache(self.module), as_one_process(), with_graphs():
                 returned = functional_call(_Forward(self.module), noted, args, kwargs, tie_weights=False)  # each name is in the state

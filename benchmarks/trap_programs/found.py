@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from benchmarks._traps_kit import Compile, Logits, Results, batch, program, seeded, sgd, state, train
+from benchmarks._traps_kit import HIDDEN, Compile, Logits, Results, batch, program, seeded, sgd, state, train
 from benchmarks.trap_programs.elsewhere import Scaled
 
 KIND = "elsewhere"
@@ -224,4 +225,42 @@ def settings_on_a_layer_of_torch(compile: Compile) -> Results:
             up.settings["scale"] = up.options.rate = 0.5
         if step == 4:
             head.temperature = head.temperature * 2
+    return {"losses": losses, "state": state(made)}
+
+
+class _Set(nn.Module):
+    """A layer of the user's, with settings in a dict and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN) * 0.3)
+        self.settings, self.mask = {"scale": 1.0}, torch.ones(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.linear(x, self.weight) * self.mask * self.settings["scale"]
+
+
+@program(KIND)
+def settings_of_a_parametrised_layer(compile: Compile) -> Results:
+    """What is parametrised is of a class that torch makes of the user's."""
+
+    def build() -> nn.Module:
+        model = Logits()
+        model.blocks = nn.Sequential(weight_norm(_Set()), spectral_norm(_Set()))
+        return model
+
+    model = seeded(build)
+    made = compile(model, example_inputs=(batch()[0],))
+    optimizer, losses = sgd(made), []
+    for step in range(5):
+        x, y = batch(step)
+        loss = F.cross_entropy(made(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if step == 1:
+            model.blocks[0].settings["scale"] = 0.5
+        if step == 2:
+            model.blocks[1].mask = torch.arange(HIDDEN) % 2 * 1.0
     return {"losses": losses, "state": state(made)}

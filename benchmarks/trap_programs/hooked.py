@@ -405,3 +405,35 @@ def hooks_on_weights_before_the_first_call(compile: Compile) -> Results:
     losses = train(model, steps=2)
     read.remove()
     return {"losses": losses + train(model, steps=2), "norms": norms, "state": state(model)}
+
+
+class _Gated(nn.Module):
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.line, self.gate = nn.Linear(HIDDEN, HIDDEN), gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x) * self.gate(x)
+
+
+class _Forces(nn.Module):
+    """An energy's slopes, by a gate that stands here and in the layer that it gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+        self.gated = _Gated(self.gate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.gated(x).square().sum(), x, create_graph=True)
+        return torch.tanh(slope)
+
+
+@program(KIND)
+def part_that_has_a_layer_under_two_names(compile: Compile) -> Results:
+    """What asks for gradients runs as it is written; the optimizer has the model's parameters from before it was compiled."""
+    model = seeded(WithPart, _Forces())
+    optimizer, gate = torch.optim.SGD(model.parameters(), lr=0.5), model.part.gate[0].weight
+    made = compile(model, example_inputs=batch())
+    return {"losses": train(made, optimizer), "state": state(made), "same": float(model.part.gate[0].weight is gate)}
