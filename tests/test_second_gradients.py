@@ -102,15 +102,18 @@ def _refused() -> list[str]:
     out = model(given)
     out.sum().backward()
     note(lambda: torch.autograd.grad(out.sum(), given, create_graph=True))
+    out = model(given)
+    note(lambda: torch.autograd.grad(out, given, torch.eye(8).view(8, 8, 1), is_grads_batched=True))
     return said
 
 
 def test_what_cannot_be_run_again_is_refused(pair: WorkerPool) -> None:
     for said in pair.run(_refused):
-        assert len(said) == 3
+        assert len(said) == 4
         assert "has changed mean" in said[0] and "model.original.forward" in said[0]
         assert "parameters, buffers or inputs were changed" in said[1]
         assert "second time" in said[2]
+        assert "one after the other" in said[3]
 
 
 def _net() -> nn.Module:

@@ -16,7 +16,7 @@ from autopar.run.grad_mode import as_called
 from autopar.run.part import is_part
 from autopar.run.plain import plainly
 
-__all__ = ["NAMES", "OF_GRADIENTS", "QUESTIONS", "kinds_of", "said_of", "transformed"]
+__all__ = ["NAMES", "OF_GRADIENTS", "QUESTIONS", "kinds_of", "said_of", "several_at_once", "transformed"]
 
 
 def _lies(t: Tensor) -> str:
@@ -82,6 +82,11 @@ def transformed(tensor: Tensor) -> str:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "torch.func (vmap, jvp, jacfwd)"
     return "forward-mode differentiation" if forward_ad.unpack_dual(tensor).tangent is not None else ""
+
+
+def several_at_once(gradient: Tensor) -> bool:
+    """Whether a gradient stands for many, as of torch.autograd.grad(..., is_grads_batched=True)."""
+    return bool(transformed(gradient)) or torch._C._dispatch_keys(gradient).has(torch._C._dispatch_key_parse("Batched"))
 
 
 def kinds_of(tensor: Tensor) -> tuple[str, ...]:

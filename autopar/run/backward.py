@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autopar.axes import cut_order
 from autopar.run import record
 from autopar.run.alike import note_written
+from autopar.run.asked import several_at_once
 from autopar.run.batches import GivenBatches
 from autopar.run.broken_off import broken_off
 from autopar.run.form import Form
@@ -39,8 +40,13 @@ class OfGraph(Protocol):
     def of_outputs(self, grads: Mapping[str, Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor | None]: ...
 
 
-def _refuse(gradients: object) -> None:
-    """RuntimeError for gradients that were given already (None)."""
+def _refuse(gradients: object, arriving: Sequence[Tensor | None]) -> None:
+    """RuntimeError for gradients that were given already (None), and for several that arrive as one."""
+    if any(grad is not None and several_at_once(grad) for grad in arriving):
+        raise RuntimeError(
+            "several gradients of what the parallel module returned were asked for at once (is_grads_batched=True, vectorize=True), which "
+            "its collectives do not go through. Ask for one after the other, with retain_graph=True"
+        )
     if gradients is None:
         raise RuntimeError(
             "backward() a second time through one step: add up the losses that are made of one call, and call backward() once; or call "
@@ -58,7 +64,7 @@ class _Deposit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        _refuse(ctx.gradients)
+        _refuse(ctx.gradients, (grad,))
         if torch.is_grad_enabled():  # create_graph=True
             return (None, None, None, *ctx.twice(grad))
         gradients, ctx.gradients = ctx.gradients, None
@@ -79,7 +85,7 @@ class _Opened(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        _refuse(ctx.saved_tensors)
+        _refuse(ctx.saved_tensors, grads)
         if torch.is_grad_enabled():  # create_graph=True
             return (None, None, None, None, *(None,) * ctx.n, *ctx.twice(grads))
         gradients, ctx.gradients = ctx.gradients, ctx.more

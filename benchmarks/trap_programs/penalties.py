@@ -3,6 +3,7 @@ Hessian."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -10,7 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from benchmarks._traps_kit import BATCH, CLASSES, HIDDEN, WIDTH, Compile, Logits, Net, Results, batch, batches, program, seeded, sgd, state
+from benchmarks._traps_kit import (
+    BATCH,
+    CLASSES,
+    HIDDEN,
+    WIDTH,
+    Compile,
+    Logits,
+    Net,
+    Results,
+    batch,
+    batches,
+    gradients,
+    program,
+    seeded,
+    sgd,
+    state,
+)
 from benchmarks.trap_programs.local import mean_of_ranks, part_of
 
 KIND = "penalties"
@@ -239,6 +256,44 @@ def penalty_of_local_parts_with_a_loss_inside(compile: Compile) -> Results:
         optimizer.zero_grad()
         (loss + penalty).backward()
         optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND, plans=MORE)
+def products_by_torchs_own_functions(compile: Compile) -> Results:
+    """torch.autograd.functional: a Jacobian, trained by, a Hessian of the input, and products with both."""
+    network, functional = compile(seeded(Critic), example_inputs=(samples()[:4],)), torch.autograd.functional
+    x, direction = samples()[:4].requires_grad_(), samples(1)[:4]
+
+    def energy(x: Tensor) -> Tensor:
+        return network(x).square().sum()  # type: ignore[no-any-return]
+
+    found = {
+        "hessian": functional.hessian(energy, x.detach()),
+        "hvp": functional.hvp(energy, x.detach(), direction)[1],
+        "vhp": functional.vhp(energy, x.detach(), direction)[1],
+        "vjp": functional.vjp(network, x.detach(), torch.ones(4, 1))[1],
+    }
+    functional.jacobian(network, x, create_graph=True).square().sum().backward()  # type: ignore[attr-defined]
+    return {**found, "x": x.grad, "gradients": gradients(network)}
+
+
+@program(KIND, plans=IN_PARTS)
+def backward_that_keeps_its_graph(compile: Compile) -> Results:
+    """As of AdaHessian: gradients of a loss that are kept in .grad with their graph, and are differentiated there."""
+    model = compile(seeded(Net), example_inputs=batch())
+    params, losses = list(model.parameters()), []
+    for k in range(3):
+        loss = model(*batch(k))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a cycle, which ends with p.grad = None
+            loss.backward(create_graph=True)
+        products = torch.autograd.grad([p.grad for p in params], params, grad_outputs=[torch.ones_like(p) for p in params])
+        with torch.no_grad():
+            for p, h in zip(params, products, strict=True):
+                p -= 0.1 * p.grad / (h.abs() + 1)
+                p.grad = None
         losses.append(loss.item())
     return {"losses": losses, "state": state(model)}
 
