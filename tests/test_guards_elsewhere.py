@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from enum import Enum
 from queue import Queue, SimpleQueue
-from types import ModuleType, SimpleNamespace
+from types import CellType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy
@@ -335,11 +335,12 @@ class OfUnusualKinds(nn.Module):
         self.described, self.ordered, self.table = Described(), OrderedDict(a=1.0, b=2.0, c=3.0), {"a": 1.0, "b": 2.0}
         self.shared, self.memory, self.queue = multiprocessing.Array("d", [1.0]), memoryview(bytearray(b"ab")), SimpleQueue[int]()
         self.act = lambda x: x * 1.0
+        self.cell = CellType(1.0)
         self.weak = weakref.WeakValueDictionary({"a": self.described})
 
     def forward(self, x: Tensor) -> Tensor:
         numbers = [self.described.rate, self.described.factor(), next(iter(self.ordered.values())), next(iter(self.table)) == "a"]
-        numbers += [self.shared[0], self.memory[0], self.queue.qsize(), self.weak["a"].rate]
+        numbers += [self.shared[0], self.memory[0], self.queue.qsize(), self.weak["a"].rate, self.cell.cell_contents]
         return self.act(x).sum() * sum(numbers)
 
 
@@ -352,6 +353,7 @@ OF_UNUSUAL_KINDS: dict[str, tuple[Callable[[OfUnusualKinds], object], str]] = {
     "memory": (lambda m: m.memory.__setitem__(0, 0), "memory from memory of 2 bytes to another"),
     "queue": (lambda m: m.queue.put(1), "queue from queue of 0 to queue of 1"),
     "code": (lambda m: setattr(m.act, "__code__", (lambda x: x * 2.0).__code__), "the code of OfUnusualKinds.* from code to another"),
+    "cell": (lambda m: setattr(m.cell, "cell_contents", 2.0), "cell from 1.0 to 2.0"),
     "weak reference": (lambda m: m.weak.__setitem__("a", m.weak.setdefault("b", Described())), "weak.data"),
 }
 

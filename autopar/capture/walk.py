@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from types import (
     BuiltinFunctionType,
+    CellType,
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
@@ -302,10 +303,10 @@ class Walk:
             self.leaves[f"{path}.training"] = value.training  # not among the modes of the model
             self._module(f"{path}.", value)
             return
-        elif isinstance(value, ContextVar):
+        elif isinstance(value, (ContextVar, CellType)):
             self.held.append(Held(path, value, contents(value)))
             if self.held[-1].items is not ABSENT:
-                self.visit(f"{path}.get()", self.held[-1].items, depth - 1)
+                self.visit(f"{path}{'.get()' if isinstance(value, ContextVar) else ''}", self.held[-1].items, depth - 1)
             return
         elif isinstance(value, MappingProxyType):
             self.visit(path, gc.get_referents(value)[0], depth - 1)
