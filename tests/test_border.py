@@ -169,8 +169,7 @@ def test_a_parameter_may_be_frozen_for_a_while(pair: WorkerPool, plan: str) -> N
 
 
 def _refused() -> list[str]:
-    model, staged = build({"dp": 2}), build({"pp": 2})
-    x, y = batch()
+    model = build({"dp": 2})
 
     def said(action: Callable[[], Any]) -> str:
         try:
@@ -180,15 +179,13 @@ def _refused() -> list[str]:
         return "nothing was raised"
 
     return [
-        said(lambda: torch.autograd.grad(staged(x.clone().requires_grad_(), y).loss, staged.head.weight, create_graph=True)),
         said(lambda: model.float()),
         said(lambda: autopar.compile(Told(), 2, outputs="some")),
     ]
 
 
 def test_what_is_not_planned_for_is_refused(pair: WorkerPool) -> None:
-    for twice, cast, outputs in pair.run(_refused, timeout_s=60):
-        assert "create_graph=True" in twice and "Pins(pp=1)" in twice
+    for cast, outputs in pair.run(_refused, timeout_s=60):
         assert "was compiled in torch.float64" in cast
         assert "there is no outputs 'some'" in outputs
 

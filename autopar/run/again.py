@@ -17,6 +17,7 @@ from autopar.run.form import Form
 from autopar.run.plain import plainly
 from autopar.run.random_numbers import seeded
 from autopar.run.schedule import OpenRun
+from autopar.run.stage import Stage
 from autopar.run.tree import Tree
 from autopar.run.weights import Weights
 
@@ -31,7 +32,7 @@ class Remembered:
 
     def __init__(self, form: Form, tree: Tree, bound: Mapping[str, Tensor], first: Backward, *, training: bool) -> None:
         self.form, self.tree, self.bound, self.trainable = form, tree, bound, first.trainable
-        self.training, self._seed = training, torch.initial_seed()
+        self.training, self.seed = training, torch.initial_seed()
         self._read = self._versions()
 
     @property
@@ -44,18 +45,17 @@ class Remembered:
         return self._versions() == self._read
 
     @contextlib.contextmanager
-    def run_again(self, weights: Callable[[], Weights]) -> Iterator[None]:
-        """Inside, the stages run as they did then, with these weights, and the same random numbers."""
-        form = self.form
+    def run_again(self, stages: Sequence[Stage], weights: Callable[[], Weights]) -> Iterator[None]:
+        """Inside, stages run as they did then, with weights of their own each, and the same random numbers."""
         record.phase(record.FORWARD)
-        with torch.enable_grad(), without(), not_kept_for_later(), seeded(self._seed, form.device):
-            for stage in form.stages.values():
+        with torch.enable_grad(), without(), not_kept_for_later(), seeded(self.seed, self.form.device):
+            for stage in stages:
                 stage.train(self.training)
                 stage.weights = weights()
             try:
                 yield
             finally:
-                for stage in form.stages.values():
+                for stage in stages:
                     del stage.weights
 
     def _versions(self) -> list[tuple[int, int]]:
@@ -90,6 +90,6 @@ class Again:
             )
         with torch.enable_grad():
             rest = self._begun(form, call.bound, call.trainable)
-        with call.run_again(lambda: Weights(rest.step)):
+        with call.run_again([*form.stages.values()], lambda: Weights(rest.step)):
             run = form.run_open(form.micro_batches(rest.inputs.parts), rest.step)
         return rest, run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -80,10 +81,8 @@ class Form:
         self.batch = Batch(manifest, mesh, device, local=local_batch)
         self.prologue: Callable[..., Mapping[str, Tensor]] | None = getattr(emitted, "prologue", None)
         self.loss_dtype: torch.dtype = dtype_named(emitted.STAGES[-1].sends[0][1]) if mesh.pp.size > 1 else torch.float32
-        self.mesh, self.device = mesh, device
-        self.stages = {s: emitted.STAGES[s]() for s, rank in enumerate(manifest.places) if rank == mesh.pp.rank}
-        for stage in self.stages.values():
-            stage.mesh = mesh
+        self.mesh, self.device, self._emitted = mesh, device, emitted
+        self.stages = {s: self._stage(s) for s, rank in enumerate(manifest.places) if rank == mesh.pp.rank}
         self.wanted = frozenset(name for stage in self.stages.values() for name in keywords(stage.forward))
         # buffers that other stages hold than the one that changes them: the name, the writing rank, the ranks that hold it
         written = [spec for spec in manifest.buffers if spec.written is not None and len(mesh.pp_ranks(spec.stages)) > 1]
@@ -95,6 +94,15 @@ class Form:
                 self.stages, mesh, micro_batches=manifest.micro_batches, schedule=manifest.schedule, device=device
             )
 
+    def _stage(self, number: int) -> Stage:
+        stage = self._emitted.STAGES[number]()
+        stage.mesh = self.mesh
+        return stage
+
+    @functools.cached_property
+    def every_stage(self) -> tuple[Stage, ...]:
+        """Those of all ranks of the pipeline, in order, for what this rank computes as one process of it."""
+        return tuple(self.stages[s] if s in self.stages else self._stage(s) for s in range(len(self.manifest.places)))
 
     def begin(self) -> list[tuple[Region, set[str]]]:
         """A step begins: the regions, and where each notes the parameters that a gradient comes to."""
@@ -123,14 +131,19 @@ class Form:
 
     def micro_batches(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """What the stages are given for each, after the prologue has run. inputs: of this rank."""
-        mesh, n = self.mesh, self.manifest.micro_batches
-        extra = _run_prologue(self, mesh, inputs)
-        seed = (torch.initial_seed() + 0xD1342543DE82EF95 * (mesh.pp.rank + 1)) % 2**63  # ranks draw different numbers
-        seed_generators(seed, self.device)
-        return [
-            {k: v for k, v in (micro_batch(self.manifest.inputs, inputs, i, n) | _part(self, extra, i)).items() if k in self.wanted}
-            for i in range(n)
-        ]
+        given = self.micro_batches_of_all(inputs)
+        self.seed(self.mesh.pp.rank, torch.initial_seed())
+        return [{k: v for k, v in one.items() if k in self.wanted} for one in given]
+
+    def micro_batches_of_all(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The same, of the stages of all ranks."""
+        n, extra = self.manifest.micro_batches, _run_prologue(self, self.mesh, inputs)
+        return [micro_batch(self.manifest.inputs, inputs, i, n) | _part(self, extra, i) for i in range(n)]
+
+    def seed(self, rank: int, seed: int) -> None:
+        """Let what is drawn next be what this rank of the pipeline draws first in the call that begins with this seed: ranks draw different
+        numbers."""
+        seed_generators((seed + 0xD1342543DE82EF95 * (rank + 1)) % 2**63, self.device)
 
     def run_open(self, parts: Sequence[Mapping[str, Tensor]], step: Step) -> OpenRun:
         """All micro-batches forward; backward is given the gradients of the outputs later. ValueError if the schedule does not wait."""
@@ -151,7 +164,6 @@ class Form:
             return at_once(stage, parts[0], step, made) if len(parts) == 1 else accumulate(stage, parts, step, made)
         loss = self.pipeline.run(parts, step, made)
         return torch.empty((), dtype=self.loss_dtype, device=self.outputs.device) if loss is None else loss
-
 
 
 def _run_prologue(form: Form, mesh: Mesh, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -378,15 +378,15 @@ class Outputs:
         """Whether each data-parallel rank is given back its own part of this one."""
         return any(self._kept_apart(BATCH, Layout.parse(s.layouts.get(BATCH, "I"))) for s in self._specs if s.name == name)
 
-    def collected(self, made: Sequence[Sequence[Tensor]], loss: Tensor | None) -> dict[str, Tensor]:
-        """Collective. made: by this rank's stages for each micro-batch. loss: what is differentiated, if it is. By name, in the order of
-        the manifest."""
+    def collected(self, made: Sequence[Sequence[Tensor]], loss: Tensor | None, *, of_all: bool = False) -> dict[str, Tensor]:
+        """Collective. made: by this rank's stages for each micro-batch; of_all: by those of every rank. loss: what is differentiated, if it
+        is. By name, in the order of the manifest."""
         own = iter(zip(*made, strict=True))
         found: dict[str, Tensor] = {}
         for spec in self._specs:
-            here = self._of[spec.stage] == self._mesh.pp.rank
+            here = of_all or self._of[spec.stage] == self._mesh.pp.rank
             value = self._whole(spec, next(own)) if here else empty(self._shape(spec), spec.dtype, self.device)
-            if self._mesh.pp.size > 1:
+            if self._mesh.pp.size > 1 and not of_all:
                 value = value.contiguous()
                 comm.broadcast_(value, self._mesh.pp.ranks[self._of[spec.stage]], self._mesh.pp)
             found[spec.name] = _Ends.apply(value, loss) if spec.grad and loss is not None and loss.requires_grad else value

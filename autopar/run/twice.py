@@ -22,12 +22,15 @@ from autopar.axes import BATCH, cut_order
 from autopar.ir import Layout, R
 from autopar.run import collectives, comm
 from autopar.run.again import Remembered
-from autopar.run.buckets import Held
-from autopar.run.mesh import Axis
+from autopar.run.buckets import hold
+from autopar.run.dtypes import empty
+from autopar.run.lies import layouts_of
+from autopar.run.manifest import BufferSpec, ParamSpec
+from autopar.run.mesh import Axis, Mesh
 from autopar.run.part import in_graph, is_part
 from autopar.run.plain import plainly
 from autopar.run.saved import with_graphs
-from autopar.run.schedule import apart
+from autopar.run.schedule import apart, keywords
 from autopar.run.weights import Weights
 
 __all__ = ["Twice"]
@@ -53,30 +56,38 @@ class Twice:
         return _gradients([value for value, _ in used], [grad for _, grad in used], leaves)
 
     def _forward(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss, and what the call returned beside it."""
+        """The loss, and what the call returned beside it. Every rank of a pipeline runs all stages."""
         call, form = self._call, self._call.form
         self._check()
-        made, losses = [], []
         form.begin()
-        with with_graphs(), _without_compiling(), call.run_again(lambda: Weights(_Read(call, self._before))):
-            for given in form.micro_batches(self._inputs()):
-                (loss,), outputs = apart(form.stages[0], form.stages[0](**given), detach=False)
-                losses.append(loss)
-                made.append(outputs)
-            values = form.outputs.collected(made, None)
+        stages, used = form.every_stage, dict[str, Tensor]()
+        made = [list[Tensor]() for _ in range(form.manifest.micro_batches)]
+        with with_graphs(), _without_compiling(), call.run_again(stages, lambda: Weights(_Read(call, self._before, used))):
+            given = form.micro_batches_of_all(self._inputs())
+            received: list[tuple[Tensor, ...]] = [()] * len(given)
+            for rank, stage in zip(form.manifest.places, stages, strict=True):
+                form.seed(rank, call.seed)
+                takes = keywords(stage.forward)
+                for k, one in enumerate(given):
+                    sends, outputs = apart(stage, stage(*received[k], **{n: t for n, t in one.items() if n in takes}), detach=False)
+                    received[k] = sends
+                    made[k] += outputs
+            losses = [loss for (loss,) in received]
+            values = form.outputs.collected(made, None, of_all=True)
         return torch.stack(losses).sum(0), {name: self._of_the_mean(name, value) for name, value in values.items()}
 
     def _check(self) -> None:
         """RuntimeError if it cannot be run so."""
-        form, manifest = self._call.form, self._call.form.manifest
+        manifest = self._call.form.manifest
         asked = "gradients were asked for with create_graph=True, to be differentiated again,"
         instead = (
             "Take such a term from differences (a second call on shifted inputs), or make it of a call of the original's forward "
             "(model.original.forward(...)), which every rank computes whole"
         )
-        if form.mesh.pp.size > 1:
+        if manifest.draws and manifest.virtual_stages > 1:
             raise RuntimeError(
-                f"{asked} and the stages of a pipeline give first gradients alone. Compile {manifest.model} with Pins(pp=1). {instead}"
+                f"{asked} and stages of which each rank has several draw random numbers in an order of their own. Compile {manifest.model} "
+                f"with another schedule. {instead}"
             )
         if written := [name for name in self._call.written if name not in self._before]:
             raise RuntimeError(
@@ -119,31 +130,47 @@ class Twice:
 
 
 class _Read:
-    """The parameters, buffers and constants of one call, by name: from what rests of a parameter to what is used of it, in autograd's
-    graph. before: the buffers that the call changes, as they were."""
+    """The parameters, buffers and constants of one stage in one call, by name: from what rests of a parameter to what is used of it, in
+    autograd's graph. before: the buffers that the call changes, as they were. used: parameters that a stage has read."""
 
-    def __init__(self, call: Remembered, before: Mapping[str, Tensor]) -> None:
-        self._call, self._form = call, call.form
-        self._buffers = {name: value.clone() for name, value in before.items()}
-        self._used: dict[str, Tensor] = {}
+    def __init__(self, call: Remembered, before: Mapping[str, Tensor], used: dict[str, Tensor]) -> None:
+        self._call, self._form, self._before, self._used = call, call.form, before, used
+        self._params = {spec.name: spec for spec in call.form.manifest.params}
+        self._specs = {spec.name: spec for spec in call.form.manifest.buffers}
+        self._others: dict[str, Tensor] = {}
 
     def read(self, name: str) -> Tensor:
         """As `weights.Step.read`."""
-        tree = self._call.tree
-        canonical = tree.names.get(name)
-        if canonical is None:
-            known = self._buffers if name in self._buffers else self._form.constants
-            return known[name] if name in known else tree.buffer(name)
-        if canonical not in self._used:
+        first = self._call.tree.names.get(name)
+        if first is None:
+            if name not in self._others:
+                self._others[name] = self._other(name)
+            return self._others[name]
+        if first not in self._used:
             with torch.enable_grad():  # what reads it first may be without gradients
-                self._used[canonical] = self._in_use(tree.held[canonical])
-        return self._used[canonical]
+                self._used[first] = self._in_use(self._params[first])
+        return self._used[first]
 
-    def _in_use(self, held: Held) -> Tensor:
-        form, dtype = self._form, held.reduce_dtype
-        value = in_graph(held.param) if is_part(held.param) else held.param  # type: ignore[arg-type]
-        if not held.trains:
-            value = held.local
+    def _other(self, name: str) -> Tensor:
+        """A buffer or a constant; of what the call changes, a copy."""
+        spec, form = self._specs[name], self._form
+        if spec.region:
+            return form.constants[name]
+        if spec.constant:
+            held = form.constants[name] if name in form.constants else empty((0,), spec.dtype, form.device)
+        else:
+            held = self._before[name].clone() if name in self._before else self._call.tree.buffer(name)
+        return _of_its_stages(held, spec, form.mesh)
+
+    def _in_use(self, spec: ParamSpec) -> Tensor:
+        form, tree = self._form, self._call.tree
+        param = tree.params[spec.name]
+        held = tree.held[spec.name] if spec.name in tree.held else hold(spec, param, form.mesh, None, form.manifest.reduce_dtype)
+        dtype = held.reduce_dtype
+        with plainly():
+            trains = param.requires_grad
+        value = held.local if not trains else in_graph(param) if is_part(param) else param  # type: ignore[arg-type]
+        value = _of_its_stages(value, spec, form.mesh)
         copies = ["replica" if name == BATCH and held.zero is not None else name for name in held.partial]
         if over := [name for name in copies if form.mesh.axis(name).size > 1]:
             value = _shared(value, form.mesh.joint(over), held.terms, dtype, self._mean_over(over))
@@ -151,12 +178,30 @@ class _Read:
             value = collectives.all_gather(value, form.mesh.shard, held.zero, sums=dtype)
         elif held.zero is not None:
             value = collectives.gather(value, form.mesh.shard, held.zero)
-        return value.to(form.computes.get(held.spec.name, value.dtype))
+        return value.to(form.computes.get(spec.name, value.dtype))
 
     def _mean_over(self, names: Sequence[str]) -> Axis | None:
         """The axis over which ranks have losses of their own, of those that have copies of a parameter."""
         found = next((name for name in names if name in (BATCH, "replica")), None)
         return self._form.mesh.axis(found) if found is not None and self._form.batch.local else None
+
+
+def _of_its_stages(x: Tensor, spec: ParamSpec | BufferSpec, mesh: Mesh) -> Tensor:
+    """What rests on the ranks of a pipeline that hold it, on all of them, which use it for the same work."""
+    pp, holders = mesh.pp, mesh.pp_ranks(spec.stages or (0,))
+    if len(holders) == pp.size:
+        return x
+    holds, shape = pp.rank in holders, spec.shape
+    for name, layout in layouts_of(spec).items():
+        shape = layout.local_shape(shape, mesh.axis(name).size)
+    if isinstance(spec, ParamSpec) and spec.zero_dim is not None:
+        k = spec.zero_dim
+        shape = (*shape[:k], shape[k] // mesh.shard.size, *shape[k + 1 :])
+
+    def given(v: Tensor) -> Tensor:
+        return comm.broadcast_(v.clone(memory_format=torch.contiguous_format) if holds else v.new_empty(shape), pp.ranks[holders[0]], pp)
+
+    return collectives.moved(x, given, lambda g: g.view_as(g) if holds else g.new_zeros(x.shape))
 
 
 def _shared(x: Tensor, axis: Axis, terms: int, dtype: torch.dtype, of_the_mean: Axis | None) -> Tensor:
