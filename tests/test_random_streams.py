@@ -272,9 +272,9 @@ def test_stages_draw_different_numbers() -> None:
 
     def drawn(stage: int, seed: int) -> list[float]:
         torch.manual_seed(seed)
-        manifest = SimpleNamespace(micro_batches=1, inputs=(), prologue={})
         mesh = SimpleNamespace(pp=SimpleNamespace(rank=stage))
-        form = SimpleNamespace(mesh=mesh, manifest=manifest, prologue=None, wanted=frozenset(), device=torch.device("cpu"))
+        form = SimpleNamespace(mesh=mesh, wanted=frozenset(), device=torch.device("cpu"), micro_batches_of_all=lambda _: [{}])
+        form.seed = functools.partial(Form.seed, form)
         assert Form.micro_batches(form, {}) == [{}]  # type: ignore[arg-type]
         return torch.rand(4).tolist()
 

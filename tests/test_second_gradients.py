@@ -141,6 +141,37 @@ def test_the_second_run_draws_what_the_first_drew(pair: WorkerPool) -> None:
             assert off == 0
 
 
+def _told(pins: dict[str, Any] | None) -> list[list[str]]:
+    """What hooks are told of, in each part of the loop; in whatever order."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    given = torch.randn(8, 4, dtype=torch.float64)
+    if pins is not None:
+        model = autopar.compile(model, 2, example_inputs=(given,), cluster="cpu", pins=pins)
+    said, parts = list[str](), list[list[str]]()
+    weight = next(iter(model.parameters()))
+    weight.register_hook(lambda g: said.append(f"weight {float(g.detach().norm()):.9g}"))
+    for k in range(2):
+        x = (given + k).requires_grad_()
+        x.register_hook(lambda g: said.append(f"input {float(g.detach().norm()):.9g}"))
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        parts.append(sorted(said))
+        (slope.square().sum() + model(x).mean()).backward()
+        weight.requires_grad_(k > 0)  # between a call and its gradient
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        weight.requires_grad_(True)
+        parts.append(sorted(said))
+    return parts
+
+
+def test_hooks_are_told_once(pair: WorkerPool) -> None:
+    expected = _told(None)
+    assert list(map(len, expected)) == [1, 4, 5, 8]
+    for pins in ({"dp": 2}, {"tp": 2}):
+        for found in pair.run(_told, pins):
+            assert found == expected
+
+
 def _refused() -> list[str]:
     said = []
     x = torch.randn(8, 4)

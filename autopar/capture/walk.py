@@ -146,7 +146,7 @@ class Walk:
                 continue
             if isinstance(value, CODE) and hasattr(kind, name):
                 self.leaves[f"{prefix}{name}"] = Opaque(value)  # in place of the class's own
-            elif foreign and name in stored_by(kind) and not isinstance(value, torch.Tensor):
+            elif foreign and name in stored_by(kind) and not (isinstance(value, torch.Tensor) or callable(value)):
                 continue
             self.visit(f"{prefix}{name}", value, DEPTH)
         for cls in kind.__mro__ if new else ():

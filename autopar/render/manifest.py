@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from autopar.axes import BATCH, TIME
+from autopar.capture.effects import changed_in_place
 from autopar.catalog.rule import draws, rule_of, strategies_of
 from autopar.catalog.schema import bind, registering_module
-from autopar.ir import Buffer, I, Layout, Lowered, Op, Param, Program, R, TensorType
+from autopar.ir import Buffer, I, Layout, Lowered, Op, Param, Program, R, TensorType, refs
 from autopar.planner.plan import Plan
 from autopar.planner.price import param_bytes
 from autopar.planner.shard import view_of
@@ -37,6 +38,15 @@ def positional_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(p.name for p in found if p.kind in kinds)
 
 
+def _read_for(program: Program, wanted: set[str]) -> set[str]:
+    """These values, and what they are computed of; not the running statistics that batch norm reads to move them."""
+    found = set(wanted)
+    for op in reversed(program.ops):
+        if not found.isdisjoint(o for o in op.outputs if o is not None):
+            found.update(set(refs(op)).difference(changed_in_place(op)))
+    return found
+
+
 def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tuple[str, ...] = (), *, training: bool = True) -> Manifest:
     """program: as captured, whose types are the global shapes. training: the mode in which it was."""
     local = lowered.program
@@ -45,6 +55,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
     writers = {buffer: stage.index for stage in lowered.stages for buffer, _ in stage.mutations}
     parts = {v: p.local_bytes for v, p in param_bytes(local, plan.zero_dims, plan.shard).items() if p.in_parts}
     past_regions = paths_of(program).past_regions
+    reread = _read_for(program, {program.loss, *program.outputs})
     units = gather_units(local, parts, AUTOPAR.unit_bytes) if rest_of(plan.rest).gathered == "use" else {}
     params = tuple(
         ParamSpec(
@@ -77,6 +88,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             layouts=_layouts(b.layouts),
             stages=(stages := used.get(b.value, homes.get(b.value, (0,)))),
             written=writers.get(b.value, stages[-1] if b.mutated else None),  # batch norm writes to its own
+            reread=b.mutated and b.value in reread,
         )
         for b in local.buffers
     )

@@ -19,7 +19,7 @@ from autopar.run.random_numbers import seeded
 from autopar.run.schedule import OpenRun
 from autopar.run.stage import Stage
 from autopar.run.tree import Tree
-from autopar.run.weights import Weights
+from autopar.run.weights import Weights, buffers_kept
 
 __all__ = ["Again", "Remembered"]
 
@@ -36,9 +36,9 @@ class Remembered:
         self._read = self._versions()
 
     @property
-    def written(self) -> list[str]:
-        """The buffers that the forward changes."""
-        return [spec.name for spec in self.form.manifest.buffers if spec.written is not None]
+    def reread(self) -> list[str]:
+        """The buffers that the forward changes, and of whose values before it computes what it returns."""
+        return [spec.name for spec in self.form.manifest.buffers if spec.reread]
 
     def unchanged(self) -> bool:
         """Whether all that the forward may read beside what it changes is as it was."""
@@ -60,7 +60,7 @@ class Remembered:
 
     def _versions(self) -> list[tuple[int, int]]:
         """Where each tensor is, and how often it was written to."""
-        written = set(self.written)
+        written = {spec.name for spec in self.form.manifest.buffers if spec.written is not None}
         specs = [spec for spec in self.form.manifest.buffers if not spec.region and spec.name not in written]
         buffers = [self.tree.buffer(spec.name) for spec in specs if spec.name in self.tree.buffers]
         with plainly():
@@ -71,16 +71,17 @@ class Remembered:
 
 class Again:
     """Call it, collectively, for what is left of the call for backward, and what has gone forward: as it did the first time. begun: makes
-    the like of what was left then. RuntimeError if the forward changes buffers, or if what it read has been changed since."""
+    the like of what was left then. RuntimeError if the forward computes of buffers that it changes, or if what it read has been changed
+    since."""
 
     def __init__(self, call: Remembered, begun: Begun) -> None:
         self._call, self._begun = call, begun
 
     def __call__(self) -> tuple[Backward, OpenRun]:
         call, form = self._call, self._call.form
-        if written := call.written:
+        if reread := call.reread:
             raise RuntimeError(
-                f"backward() a second time through one step, whose forward has changed {written[0]}: it cannot be run again for that. Add "
+                f"backward() a second time through one step, whose forward has changed {reread[0]}: it cannot be run again for that. Add "
                 f"up the losses that are made of one call, and call backward() once; or call the model again"
             )
         if not call.unchanged():
@@ -90,6 +91,6 @@ class Again:
             )
         with torch.enable_grad():
             rest = self._begun(form, call.bound, call.trainable)
-        with call.run_again([*form.stages.values()], lambda: Weights(rest.step)):
+        with buffers_kept(), call.run_again([*form.stages.values()], lambda: Weights(rest.step)):
             run = form.run_open(form.micro_batches(rest.inputs.parts), rest.step)
         return rest, run

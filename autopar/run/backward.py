@@ -40,34 +40,31 @@ class OfGraph(Protocol):
     def of_outputs(self, grads: Mapping[str, Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor | None]: ...
 
 
-def _refuse(gradients: object, arriving: Sequence[Tensor | None]) -> None:
-    """RuntimeError for gradients that were given already (None), and for several that arrive as one."""
+def _check(saved: object, arriving: Sequence[Tensor | None]) -> None:
+    """RuntimeError for several gradients that arrive as one. saved: what torch refuses to give where the graph was not retained."""
     if any(grad is not None and several_at_once(grad) for grad in arriving):
         raise RuntimeError(
             "several gradients of what the parallel module returned were asked for at once (is_grads_batched=True, vectorize=True), which "
             "its collectives do not go through. Ask for one after the other, with retain_graph=True"
         )
-    if gradients is None:
-        raise RuntimeError(
-            "backward() a second time through one step: add up the losses that are made of one call, and call backward() once; or call "
-            "the model again"
-        )
 
 
 class _Deposit(torch.autograd.Function):
-    """loss -> loss, whose backward returns the gradients of leaves. twice: gives them in a graph, to be differentiated again."""
+    """loss -> loss, whose backward returns the gradients of leaves. more: the same for each further backward pass, and in a graph where
+    gradients are on (create_graph=True)."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: OfLoss, twice: OfLoss, *leaves: Tensor) -> Tensor:
-        ctx.gradients, ctx.twice = gradients, twice
+    def forward(ctx: Any, loss: Tensor, gradients: OfLoss, more: OfLoss, *leaves: Tensor) -> Tensor:
+        ctx.gradients, ctx.more = gradients, more
+        ctx.save_for_backward(torch.empty(0, device="cpu"))  # which is there as long as the graph is
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        _refuse(ctx.gradients, (grad,))
-        if torch.is_grad_enabled():  # create_graph=True
-            return (None, None, None, *ctx.twice(grad))
-        gradients, ctx.gradients = ctx.gradients, None
+        _check(ctx.saved_tensors, (grad,))
+        if torch.is_grad_enabled():
+            return (None, None, None, *ctx.more(grad))
+        gradients, ctx.gradients = ctx.gradients, ctx.more
         return (None, None, None, *gradients(grad))
 
 
@@ -85,7 +82,7 @@ class _Opened(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        _refuse(ctx.saved_tensors, grads)
+        _check(ctx.saved_tensors, grads)
         if torch.is_grad_enabled():  # create_graph=True
             return (None, None, None, None, *(None,) * ctx.n, *ctx.twice(grads))
         gradients, ctx.gradients = ctx.gradients, ctx.more
@@ -127,13 +124,13 @@ class Backward:
             record.phase(record.OUTSIDE)
             return found
 
-        def in_a_graph(grad: Tensor) -> list[Tensor | None]:
+        def more(grad: Tensor) -> list[Tensor | None]:
             record.phase(record.BACKWARD)
             found = twice.of_loss(grad, self.leaves)
             record.phase(record.OUTSIDE)
             return found
 
-        return _Deposit.apply(loss.detach(), self._by_all(gradients), self._by_all(in_a_graph), *self.leaves)
+        return _Deposit.apply(loss.detach(), self._by_all(gradients), self._by_all(more), *self.leaves)
 
     def _by_all(self, gradients: Callable[[Given], list[Tensor | None]]) -> Callable[[Given], list[Tensor | None]]:
         """The same, in which an error is seen to be one on all ranks, or ends the run."""

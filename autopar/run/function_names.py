@@ -34,7 +34,7 @@ VIEWS = _names("""
     view_as view_as_complex view_as_real
 """)  # fmt: skip
 OF_THE_OBJECT = _names("""
-    requires_grad_ register_post_accumulate_grad_hook retain_grad is_floating_point is_complex is_signed get_device element_size
+    requires_grad_ retain_grad is_floating_point is_complex is_signed get_device element_size
     is_inference is_shared has_names _is_view data_ptr untyped_storage storage_offset backward is_pinned is_neg is_conj dim_order __hash__
     is_same_size is_tensor is_storage
 """)  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
@@ -16,7 +17,7 @@ from autopar.run.part import AnyPart, PartTensor, in_graph, is_part, lies_of, pa
 from autopar.run.plain import asker, plainly
 from autopar.run.wholes import cut_as, of_shape
 
-__all__ = ["gradients", "hooks_aside", "register_hook", "seen_as_itself"]
+__all__ = ["gradients", "hooks_aside", "register_after", "register_hook", "seen_as_itself"]
 
 _GRADIENTS = inspect.signature(torch.autograd.grad)
 
@@ -40,6 +41,34 @@ def _on_part(hook: Callable[[Tensor], Tensor | None], lies: Lies) -> Callable[[T
     return on_part
 
 
+def register_after(x: AnyPart, hook: Callable[[Tensor], Any]) -> Any:
+    """register_post_accumulate_grad_hook: the hook sees parts, and is called where a gradient has come."""
+    with plainly():
+        return x.register_post_accumulate_grad_hook(_After(hook))
+
+
+class _After:
+    """A hook that is called when a gradient has been added to .grad. Of a parameter that is in no graph torch calls none; a function of
+    ours returns None for it."""
+
+    __slots__ = ("_hook", "_seen")
+
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        self._hook = hook
+        self._seen: tuple[weakref.ref[Tensor], int] | None = None  # the gradient of the last time, and how often it had been written to
+
+    def __call__(self, param: Tensor) -> None:
+        with plainly():
+            grad = param.grad
+            if grad is None or (self._seen is not None and (self._seen[0](), self._seen[1]) == (grad, grad._version)):
+                return
+        with torch._C._EnableTorchFunction():  # which torch.autograd.grad of parts has switched off
+            self._hook(param)
+        with plainly():
+            after = param.grad
+            self._seen = None if after is None else (weakref.ref(after), after._version)
+
+
 @contextlib.contextmanager
 def hooks_aside(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, these parameters have no hooks on their gradients; afterwards those that they had, under the same handles. What has become a
@@ -55,7 +84,14 @@ def hooks_aside(params: Iterable[nn.Parameter]) -> Iterator[None]:
             with plainly():
                 on_gradients = table is p._backward_hooks
             lies = lies_of(p) if on_gradients and is_part(p) else None  # type: ignore[arg-type]
-            table.update({key: hook if lies is None else _on_part(hook, lies) for key, hook in hooks.items()})
+            table.update({key: _given_to_a_part(hook, lies, is_part(p), on_gradients) for key, hook in hooks.items()})
+
+
+def _given_to_a_part(hook: Any, lies: Lies | None, part: bool, on_gradients: bool) -> Any:
+    """What is called in the place of a hook of a parameter that has become a part."""
+    if lies is not None:
+        return _on_part(hook, lies)
+    return _After(hook) if part and not on_gradients and not isinstance(hook, _After) else hook
 
 
 def gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:

@@ -26,7 +26,7 @@ from autopar.run.by_memory import refused
 from autopar.run.elementwise import elementwise, foreach, fused, unscale
 from autopar.run.given import DATA, GRAD, note
 from autopar.run.part import AnyPart, Part, PartTensor, alias_of, as_part, copied, is_part, local, memory_of
-from autopar.run.part_gradients import gradients, register_hook, seen_as_itself
+from autopar.run.part_gradients import gradients, register_after, register_hook, seen_as_itself
 from autopar.run.plain import asker, plainly
 from autopar.run.reductions import reduced
 from autopar.run.sent import COLLECTIVES, not_in_parts
@@ -76,6 +76,8 @@ def _by_parts(
         return f"Part({lies.name}, shape={tuple(lies.shape)}, here={tuple(local(first).shape)})"
     if name == "register_hook":
         return register_hook(*args, **kwargs)
+    if name == "register_post_accumulate_grad_hook":
+        return register_after(*args, **kwargs)
     if name in F.OF_THE_SHAPE and is_part(first):
         with plainly():
             return func(torch.empty(first._lies.shape, dtype=first.dtype, device="meta"), *args[1:], **kwargs)

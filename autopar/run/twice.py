@@ -27,7 +27,6 @@ from autopar.run.dtypes import empty
 from autopar.run.lies import layouts_of
 from autopar.run.manifest import BufferSpec, ParamSpec
 from autopar.run.mesh import Axis, Mesh
-from autopar.run.part import in_graph, is_part
 from autopar.run.plain import plainly
 from autopar.run.saved import with_graphs
 from autopar.run.schedule import apart, keywords
@@ -42,28 +41,31 @@ class Twice:
     def __init__(self, call: Remembered) -> None:
         self._call = call
         differentiated = any(spec.grad and call.bound[spec.name].requires_grad for spec in call.form.manifest.inputs)
-        self._before = {name: call.tree.buffer(name).clone() for name in call.written} if differentiated else {}
+        self._before = {name: call.tree.buffer(name).clone() for name in call.reread} if differentiated else {}
 
     def of_loss(self, grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        """Collective: by these leaves, from the gradient of the loss."""
-        loss, _ = self._forward()
-        return _gradients([loss], [grad.to(loss.dtype)], leaves)
+        """Collective: by these leaves, from the gradient of the loss. In a graph, if gradients are on."""
+        aliases = dict[int, Tensor]()
+        loss, _ = self._forward(aliases)
+        return _gradients([loss], [grad.to(loss.dtype)], [aliases.get(id(leaf)) for leaf in leaves])
 
     def of_outputs(self, grads: Mapping[str, Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        """Collective: by these leaves, from the gradients of outputs, by name."""
-        _, values = self._forward()
+        """Collective: by these leaves, from the gradients of outputs, by name. In a graph, if gradients are on."""
+        aliases = dict[int, Tensor]()
+        _, values = self._forward(aliases)
         used = [(values[name], grad.to(values[name].dtype)) for name, grad in grads.items() if grad is not None]
-        return _gradients([value for value, _ in used], [grad for _, grad in used], leaves)
+        return _gradients([value for value, _ in used], [grad for _, grad in used], [aliases.get(id(leaf)) for leaf in leaves])
 
-    def _forward(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss, and what the call returned beside it. Every rank of a pipeline runs all stages."""
+    def _forward(self, aliases: dict[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, and what the call returned beside it. Every rank of a pipeline runs all stages. aliases: takes, by the ids of leaves,
+        what is differentiated by in their places: hooks on a leaf are told where its own gradient is asked for."""
         call, form = self._call, self._call.form
         self._check()
         form.begin()
         stages, used = form.every_stage, dict[str, Tensor]()
         made = [list[Tensor]() for _ in range(form.manifest.micro_batches)]
-        with with_graphs(), _without_compiling(), call.run_again(stages, lambda: Weights(_Read(call, self._before, used))):
-            given = form.micro_batches_of_all(self._inputs())
+        with with_graphs(), _without_compiling(), call.run_again(stages, lambda: Weights(_Read(call, self._before, used, aliases))):
+            given = form.micro_batches_of_all(self._inputs(aliases))
             received: list[tuple[Tensor, ...]] = [()] * len(given)
             for rank, stage in zip(form.manifest.places, stages, strict=True):
                 form.seed(rank, call.seed)
@@ -74,7 +76,7 @@ class Twice:
                     made[k] += outputs
             losses = [loss for (loss,) in received]
             values = form.outputs.collected(made, None, of_all=True)
-        return torch.stack(losses).sum(0), {name: self._of_the_mean(name, value) for name, value in values.items()}
+            return torch.stack(losses).sum(0), {name: self._of_the_mean(name, value) for name, value in values.items()}
 
     def _check(self) -> None:
         """RuntimeError if it cannot be run so."""
@@ -89,9 +91,9 @@ class Twice:
                 f"{asked} and stages of which each rank has several draw random numbers in an order of their own. Compile {manifest.model} "
                 f"with another schedule. {instead}"
             )
-        if written := [name for name in self._call.written if name not in self._before]:
+        if reread := [name for name in self._call.reread if name not in self._before]:
             raise RuntimeError(
-                f"{asked} of a call that has changed {written[0]}, and of which no input requires a gradient: it cannot be run again. "
+                f"{asked} of a call that has changed {reread[0]}, and of which no input requires a gradient: it cannot be run again. "
                 f"{instead}"
             )
         if not self._call.unchanged():
@@ -99,14 +101,16 @@ class Twice:
                 f"{asked} of a call since which parameters, buffers or inputs were changed. Change them after that, or call the model again"
             )
 
-    def _inputs(self) -> dict[str, Tensor]:
+    def _inputs(self, aliases: dict[int, Tensor]) -> dict[str, Tensor]:
         """This rank's part of each input; of those that are differentiated by, in the graph of what the call was given."""
         form, bound = self._call.form, self._call.bound
         parts = form.batch.own_parts(bound)
         for spec in form.manifest.inputs:
             if not (spec.grad and bound[spec.name].requires_grad):
                 continue
-            value = bound[spec.name].resolve_conj().resolve_neg()
+            given = bound[spec.name]
+            value = aliases[id(given)] = given.view_as(given)
+            value = value.resolve_conj().resolve_neg()
             for name in cut_order():
                 axis, layout = form.mesh.axis(name), Layout.parse(spec.layouts.get(name, "I"))
                 if name == BATCH and form.batch.local:
@@ -131,10 +135,11 @@ class Twice:
 
 class _Read:
     """The parameters, buffers and constants of one stage in one call, by name: from what rests of a parameter to what is used of it, in
-    autograd's graph. before: the buffers that the call changes, as they were. used: parameters that a stage has read."""
+    autograd's graph. before: buffers that the call changes and computes of, as they were. used: parameters that a stage has read. aliases:
+    as of `Twice._forward`."""
 
-    def __init__(self, call: Remembered, before: Mapping[str, Tensor], used: dict[str, Tensor]) -> None:
-        self._call, self._form, self._before, self._used = call, call.form, before, used
+    def __init__(self, call: Remembered, before: Mapping[str, Tensor], used: dict[str, Tensor], aliases: dict[int, Tensor]) -> None:
+        self._call, self._form, self._before, self._used, self._aliases = call, call.form, before, used, aliases
         self._params = {spec.name: spec for spec in call.form.manifest.params}
         self._specs = {spec.name: spec for spec in call.form.manifest.buffers}
         self._others: dict[str, Tensor] = {}
@@ -159,7 +164,8 @@ class _Read:
         if spec.constant:
             held = form.constants[name] if name in form.constants else empty((0,), spec.dtype, form.device)
         else:
-            held = self._before[name].clone() if name in self._before else self._call.tree.buffer(name)
+            held = self._before[name] if name in self._before else self._call.tree.buffer(name)
+            held = held if spec.written is None else held.clone()
         return _of_its_stages(held, spec, form.mesh)
 
     def _in_use(self, spec: ParamSpec) -> Tensor:
@@ -168,8 +174,8 @@ class _Read:
         held = tree.held[spec.name] if spec.name in tree.held else hold(spec, param, form.mesh, None, form.manifest.reduce_dtype)
         dtype = held.reduce_dtype
         with plainly():
-            trains = param.requires_grad
-        value = held.local if not trains else in_graph(param) if is_part(param) else param  # type: ignore[arg-type]
+            value = param.view_as(param).as_subclass(Tensor) if param.requires_grad else held.local
+        self._aliases[id(param)] = value
         value = _of_its_stages(value, spec, form.mesh)
         copies = ["replica" if name == BATCH and held.zero is not None else name for name in held.partial]
         if over := [name for name in copies if form.mesh.axis(name).size > 1]:
@@ -227,13 +233,18 @@ def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _gradients(values: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+def _gradients(values: Sequence[Tensor], grads: Sequence[Tensor], by: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """By each of these; None where there is none."""
     used = [(value, grad) for value, grad in zip(values, grads, strict=True) if value.requires_grad]
-    if not used:
-        return [None] * len(leaves)
-    with plainly():
-        found = torch.autograd.grad([v for v, _ in used], list(leaves), [g for _, g in used], create_graph=True, allow_unused=True)
-    return list(found)
+    wanted = [x for x in by if x is not None and x.requires_grad]
+    if not used or not wanted:
+        return [None] * len(by)
+    found = iter(
+        torch.autograd.grad(
+            [v for v, _ in used], wanted, [g for _, g in used], create_graph=torch.is_grad_enabled(), allow_unused=True
+        )
+    )  # fmt: skip
+    return [next(found) if x is not None and x.requires_grad else None for x in by]
 
 
 def _without_compiling() -> AbstractContextManager[object]:

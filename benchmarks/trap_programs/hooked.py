@@ -8,9 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks._traps_kit import HIDDEN, WIDTH, Compile, Net, Results, batch, program, samples, seeded, sgd, state, train, trained
+from benchmarks._traps_kit import HIDDEN, WIDTH, Compile, Net, Normed, Results, batch, program, samples, seeded, sgd, state, train, trained
 
 KIND = "hooked"
+
+
+class _NormedLogits(Normed):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.logits(x)
 
 
 class Clamping(nn.Module):
@@ -437,3 +442,77 @@ def part_that_has_a_layer_under_two_names(compile: Compile) -> Results:
     optimizer, gate = torch.optim.SGD(model.parameters(), lr=0.5), model.part.gate[0].weight
     made = compile(model, example_inputs=batch())
     return {"losses": train(made, optimizer), "state": state(made), "same": float(model.part.gate[0].weight is gate)}
+
+
+class _TwoHeads(Net):
+    """Two results of one tower; the loss may use one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        h = self.hidden(x)
+        return self.head(h), self.other(h)
+
+
+@program(KIND, plans=("dp2tp2",))
+def steps_in_hooks_of_what_has_a_gradient(compile: Compile) -> Results:
+    """Steps by the norm of each gradient when it has come, by a backward pass for some parameters and by one for all; of what has no
+    gradient no hook is called."""
+    model = compile(seeded(_TwoHeads), example_inputs=batch()[:1])
+    calls = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
+
+    def stepping(name: str) -> Any:
+        def step(p: nn.Parameter) -> None:
+            calls[name] += 1
+            with torch.no_grad():
+                p.sub_(0.1 * p.grad / (p.grad.norm() + 1))  # type: ignore[operator,union-attr]
+            p.grad = None
+
+        return step
+
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(stepping(name))
+    losses = []
+    for k in range(4):
+        x, y = batch(k)
+        first, second = model(x)
+        loss = F.cross_entropy(first, y) if k < 2 else second.square().mean()
+        loss.backward(inputs=[model.first.weight, model.first.bias] if k % 2 else None)
+        losses.append(loss.item())
+    return {"losses": losses, "calls": calls, "state": state(model)}
+
+
+@program(KIND, plans=("dp2tp2",))
+def gradients_looked_at_before_backward(compile: Compile) -> Results:
+    """torch.autograd.grad of the model's own loss, whose graph is retained, and backward after it; a batch norm moves once."""
+    model = compile(seeded(Normed), example_inputs=batch())
+    optimizer, losses = sgd(model), []
+    for k in range(3):
+        loss = model(*batch(k))
+        slopes = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        share = 1 / (1 + sum(g.norm() for g in slopes).item())  # type: ignore[union-attr]
+        optimizer.zero_grad()
+        (share * loss).backward()
+        optimizer.step()
+        losses += [loss.item(), share]
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND, plans=("dp2tp2",))
+def two_backward_passes_past_a_batch_norm(compile: Compile) -> Results:
+    """Two losses of one call, one after the other."""
+    model = compile(seeded(_NormedLogits), example_inputs=batch()[:1])
+    optimizer, losses = sgd(model), []
+    for k in range(3):
+        x, y = batch(k)
+        scores = model(x)
+        optimizer.zero_grad()
+        first, second = F.cross_entropy(scores, y), 0.1 * scores.square().mean()
+        first.backward(retain_graph=True)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        second.backward()
+        optimizer.step()
+        losses += [first.item(), second.item()]
+    return {"losses": losses, "state": state(model)}
