@@ -65,6 +65,7 @@ from autopar.ir import Buffer, Input, Param, Program, refs
 from autopar.run.asked import OF_GRADIENTS
 from autopar.run.autocast import Autocast
 from autopar.run.checkpointed import functions_called
+from autopar.run.grad_mode import buffers_without_gradients
 from autopar.run.inputs import Arguments, arguments_of, check_attributes, given_as
 from autopar.run.key_values import without_key_value_cache
 from autopar.run.outputs import Returned
@@ -133,7 +134,7 @@ def capture(
     Raises CaptureError with the line of the model's source and what to do, NoLoss if there is no loss.
     """
     arguments = arguments_of(example_inputs)
-    with sparse_buffers_aside(model), on_meta(model, arguments, any_model=not data) as of:
+    with sparse_buffers_aside(model), on_meta(model, arguments, any_model=not data) as of, buffers_without_gradients(model):
         how: dict[str, Any] = {"outputs": outputs, "dtype": dtype, "written": written, "trains": trains, "sizes": sizes, "beside": beside}
         found = with_what_is_imported(
             lambda: _captured_and_checked(model, _beside(model, arguments), check, loss=loss, asked_of=given_as(example_inputs), **how)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["GradMode", "as_called", "as_if_trained", "with_gradients"]
+__all__ = ["GradMode", "as_called", "as_if_trained", "buffers_without_gradients", "with_gradients"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +60,17 @@ def as_if_trained(model: nn.Module, inputs: object) -> Iterator[None]:
     finally:
         for param in model.parameters():
             param.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def buffers_without_gradients(model: nn.Module) -> Iterator[None]:
+    """Buffers that require no gradient require none afterwards, and have none. (A forward may let one require it, so that what it returns
+    does, whatever else is in it; nothing here gives that gradient.)"""
+    before = [(buffer, buffer.grad) for buffer in model.buffers() if buffer.is_leaf and not buffer.requires_grad]
+    try:
+        yield
+    finally:
+        for buffer, grad in before:
+            if buffer.requires_grad and buffer.is_leaf:
+                buffer.requires_grad_(False)
+                buffer.grad = grad

@@ -31,7 +31,7 @@ from autopar.run.form import Emitted, Form, Guards
 from autopar.run.forms import Call, Forms
 from autopar.run.full_states import whole_where_full
 from autopar.run.gathered import GatheredWhereUsed, Orders, Units
-from autopar.run.grad_mode import with_gradients
+from autopar.run.grad_mode import buffers_without_gradients, with_gradients
 from autopar.run.input_gradients import InputGradients
 from autopar.run.inputs import as_programs_take
 from autopar.run.launch import default_device, join_process_group
@@ -304,7 +304,8 @@ class ParallelModule(WithState):
         assert self.original is not None, "what it computes was captured"
         given = pytree.tree_map_only(Tensor, lambda t: t.to(self.device), inputs_in(self._dtype, (args, kwargs)))
         whole = self._tree.as_whole(write=False, buffers=True)
-        with whole, computing_in(self._dtype, self.original), self._random.of_a_call(), as_one_process():
+        alone = as_one_process(), buffers_without_gradients(self.original)
+        with whole, computing_in(self._dtype, self.original), self._random.of_a_call(), alone[0], alone[1]:
             return self.original(*given[0], **given[1])
 
     def train_step(self, *args: object, **kwargs: object) -> Tensor:

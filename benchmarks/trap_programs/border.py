@@ -123,6 +123,24 @@ def buffer_that_is_trained(compile: Compile) -> Results:
 
 
 @program(KIND)
+def zero_that_is_given_a_gradient(compile: Compile) -> Results:
+    """A zero in a buffer, which requires a gradient in training, so that the sum of losses does without any of them."""
+
+    class Summed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("zero", torch.tensor(0.0), persistent=False)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            loss = self.zero
+            if self.training:
+                loss.requires_grad_()
+            return loss + F.cross_entropy(self.logits(x), y)
+
+    return trained(compile(seeded(Summed), example_inputs=batch()))
+
+
+@program(KIND)
 def buffer_computed_of_a_parameter_outside(compile: Compile) -> Results:
     """Before each call the loop sets a buffer to what it computes of a parameter of its own, which is to be trained."""
 
