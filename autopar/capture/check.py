@@ -73,8 +73,8 @@ def check_program(
             raise CaptureError(
                 f"the captured program's loss{which} is {found.item()!r}, the model's is {call.loss.item()!r}\n  what to do: if the "
                 f"forward draws random numbers from Python or numpy, make it draw from torch; if it keeps state from call to call"
-                f"{_of(calls)}, keep it in a buffer; if its first call sets something up, call the model once before compiling it; else "
-                f"this is a defect of autopar"
+                f"{_of(calls)}, keep it in a buffer; if its first call sets something up, call the model once before compiling it; if it "
+                f"asks whether it is traced, ask torch.compiler.is_compiling() under that name; else this is a defect of autopar"
             )
         returned = dict(zip(program.outputs, outputs, strict=True))
         for k, (name, output) in enumerate(zip(names, call.returned, strict=True)):
@@ -98,7 +98,8 @@ def check_program(
         if wrong:
             raise CaptureError(
                 f"the captured program's buffers {_listed(wrong)} differ{which} from what the model's forward makes of them{_of(calls)}\n"
-                f"  what to do: assign or change them where the forward is traced, by operators of torch"
+                f"  what to do: assign or change them where the forward is traced, by operators of torch; to ask whether it is traced, ask "
+                f"torch.compiler.is_compiling() under that name"
             )
 
 

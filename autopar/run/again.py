@@ -4,6 +4,7 @@ each with gradients of its own; or for gradients that are to be differentiated a
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -23,6 +24,8 @@ from autopar.run.weights import Weights, buffers_kept
 
 __all__ = ["Again", "Remembered"]
 
+_VERSION = operator.attrgetter("_version")
+
 Begun = Callable[[Form, Mapping[str, Tensor], Sequence[tuple[str, nn.Parameter]]], Backward]
 
 
@@ -38,7 +41,7 @@ class Remembered:
     @property
     def reread(self) -> list[str]:
         """The buffers that the forward changes, and of whose values before it computes what it returns."""
-        return [spec.name for spec in self.form.manifest.buffers if spec.reread]
+        return self.form.reread
 
     def unchanged(self) -> bool:
         """Whether all that the forward may read beside what it changes is as it was."""
@@ -58,15 +61,18 @@ class Remembered:
                 for stage in stages:
                     del stage.weights
 
-    def _versions(self) -> list[tuple[int, int]]:
-        """Where each tensor is, and how often it was written to."""
-        written = {spec.name for spec in self.form.manifest.buffers if spec.written is not None}
-        specs = [spec for spec in self.form.manifest.buffers if not spec.region and spec.name not in written]
-        buffers = [self.tree.buffer(spec.name) for spec in specs if spec.name in self.tree.buffers]
+    def _versions(self) -> tuple[list[int], list[int]]:
+        """Where each tensor is, and how often it was written to. (Asked in every step: in as few calls of the host as can be.)"""
+        tree, written = self.tree, self.form.written
+        params = tree.params.values() if written.isdisjoint(tree.params) else [p for n, p in tree.params.items() if n not in written]
+        buffers = [tree.buffer(name) for name in self.form.read_alone if name in tree.buffers]
         with plainly():
-            params = [param for name, param in self.tree.params.items() if name not in written]
             read = [*params, *buffers, *self.bound.values()]
-            return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in read]
+            try:
+                versions = list(map(_VERSION, read))
+            except RuntimeError:  # of what was made in inference mode, which counts no writes
+                versions = [0 if t.is_inference() else t._version for t in read]
+            return list(map(torch.Tensor.data_ptr, read)), versions
 
 
 class Again:
