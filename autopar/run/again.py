@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.run import record
 from autopar.run.autocast import without
@@ -27,6 +28,10 @@ __all__ = ["Again", "Remembered"]
 _VERSION = operator.attrgetter("_version")
 
 Begun = Callable[[Form, Mapping[str, Tensor], Sequence[tuple[str, nn.Parameter]]], Backward]
+
+
+def _is_fake(x: Tensor) -> bool:
+    return isinstance(x, FakeTensor)
 
 
 class Remembered:
@@ -72,6 +77,8 @@ class Remembered:
                 versions = list(map(_VERSION, read))
             except RuntimeError:  # of what was made in inference mode, which counts no writes
                 versions = [0 if t.is_inference() else t._version for t in read]
+            if any(map(_is_fake, read[:1] + read[-1:])):  # in whose graphs nothing is run again
+                return [], versions
             return list(map(torch.Tensor.data_ptr, read)), versions
 
 
