@@ -172,6 +172,35 @@ def test_hooks_are_told_once(pair: WorkerPool) -> None:
             assert found == expected
 
 
+def _kept(pins: dict[str, Any] | None) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 3).double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    if pins is not None:
+        model = autopar.compile(model, 2, example_inputs=(x,), cluster="cpu", pins=pins)
+    kept: list[torch.Tensor] = []
+
+    def keep(param: nn.Parameter) -> None:
+        assert param.grad is not None
+        kept.append(param.grad)
+
+    weight = next(iter(model.parameters()))
+    weight.register_post_accumulate_grad_hook(keep)
+    for k in range(3):
+        (model(x + k).square().mean()).backward()
+        if k == 1:
+            weight.grad = None  # the one that is kept lives on
+    return [float(g.norm()) for g in kept]
+
+
+def test_hooks_may_keep_the_gradients_that_they_see(pair: WorkerPool) -> None:
+    expected = _kept(None)
+    assert len(expected) == 3
+    for pins in ({"dp": 2}, {"tp": 2}):
+        for found in pair.run(_kept, pins):
+            assert found == pytest.approx(expected, rel=1e-12)
+
+
 def _refused() -> list[str]:
     said = []
     x = torch.randn(8, 4)

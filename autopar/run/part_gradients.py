@@ -60,7 +60,7 @@ class _After:
     def __call__(self, param: Tensor) -> None:
         with plainly():
             grad = param.grad
-            if grad is None or (self._seen is not None and (self._seen[0](), self._seen[1]) == (grad, grad._version)):
+            if grad is None or (self._seen is not None and self._seen[0]() is grad and self._seen[1] == grad._version):
                 return
         with torch._C._EnableTorchFunction():  # which torch.autograd.grad of parts has switched off
             self._hook(param)
@@ -83,15 +83,14 @@ def hooks_aside(params: Iterable[nn.Parameter]) -> Iterator[None]:
         for p, table, hooks in kept:
             with plainly():
                 on_gradients = table is p._backward_hooks
-            lies = lies_of(p) if on_gradients and is_part(p) else None  # type: ignore[arg-type]
-            table.update({key: _given_to_a_part(hook, lies, is_part(p), on_gradients) for key, hook in hooks.items()})
+            table.update({key: _given_to(p, hook, on_gradients=on_gradients) for key, hook in hooks.items()})
 
 
-def _given_to_a_part(hook: Any, lies: Lies | None, part: bool, on_gradients: bool) -> Any:
-    """What is called in the place of a hook of a parameter that has become a part."""
-    if lies is not None:
-        return _on_part(hook, lies)
-    return _After(hook) if part and not on_gradients and not isinstance(hook, _After) else hook
+def _given_to(param: nn.Parameter, hook: Any, *, on_gradients: bool) -> Any:
+    """What is called in the place of a hook of a parameter that may have become a part."""
+    if not is_part(param):
+        return hook
+    return _on_part(hook, lies_of(param)) if on_gradients else _After(hook)  # type: ignore[arg-type]
 
 
 def gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
