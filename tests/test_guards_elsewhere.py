@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.capture.guards import Guards
 from autopar.errors import CaptureError
-from benchmarks.trap_programs.found import ForEachObject
+from benchmarks.trap_programs.found import ForEachObject, Once, Single
 
 pytestmark = pytest.mark.pure
 
@@ -231,26 +231,9 @@ def test_what_each_call_changes_in_what_a_function_keeps_is_refused() -> None:
         capture(Counting(DIM, DIM), (torch.ones(2, DIM),))
 
 
-class OneByNew:
-    made: ClassVar[Any] = None
-    rate = 1.0
-
-    def __new__(cls) -> Any:
-        if cls.made is None:
-            cls.made = super().__new__(cls)
-        return cls.made
-
-
-class Once(type):
-    made: ClassVar[dict[type, Any]] = {}
-
-    def __call__(cls, *args: Any) -> Any:
-        if cls not in Once.made:
-            Once.made[cls] = super().__call__(*args)
-        return Once.made[cls]
-
+class Rating(Once):
     @property
-    def factor(cls) -> float:
+    def factor(self) -> float:
         return Factors.factor
 
 
@@ -258,7 +241,7 @@ class Factors:
     factor = 1.0
 
 
-class OneByItsClass(metaclass=Once):
+class OneByItsClass(metaclass=Rating):
     def __init__(self) -> None:
         self.rate, self.note = 1.0, 0
 
@@ -280,7 +263,7 @@ class Defaulting(dict[str, float]):
 
 OF_A_TEST = sys.modules["settings_of_a_test"] = ModuleType("settings_of_a_test")
 FOUND_BY_A_CALL: dict[str, tuple[Callable[[], float], Callable[[float], object]]] = {
-    "one by __new__": (lambda: OneByNew().rate, lambda value: setattr(OneByNew(), "rate", value)),
+    "one by __new__": (lambda: Single().rate, lambda value: setattr(Single(), "rate", value)),
     "one by its class's class": (lambda: OneByItsClass().rate, lambda value: setattr(OneByItsClass(), "rate", value)),
     "property of its class's class": (lambda: OneByItsClass.factor, lambda value: setattr(Factors, "factor", value)),
     "objects that share": (lambda: Sharing().rate, lambda value: Sharing.shared.update(rate=value)),

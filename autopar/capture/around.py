@@ -173,7 +173,10 @@ def as_called(inputs: object = None, *, checkpointed: bool = False) -> Iterator[
     told: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if around is not None and ((without := around.asks and not around.mode.grad) or around.given):
         told = _Told(_by_copy(around.given, inputs), gradients=not without)
-    with under(around.autocast if around else ()), _autocast_of_meta(), keeping, as_one_process(), _told(around), told, heard() as said:
+    with (
+        under(around.autocast if around else ()), _autocast_of_meta(), keeping, as_one_process(), _told(around),
+        _told_as_it_runs(_TRACED.get() if around else None), told, heard() as said,
+    ):  # fmt: skip
         yield said
 
 
@@ -249,7 +252,21 @@ def _told(around: Around | None) -> Iterator[None]:
         around.asked = True
         return around.mode.grad
 
-    traced = _TRACED.get()
+    before = torch.is_grad_enabled, torch.is_inference_mode_enabled
+    torch.is_grad_enabled, torch.is_inference_mode_enabled = is_grad_enabled, is_inference_mode_enabled
+    try:
+        with contextlib.nullcontext() if around.modes else left_out_as_evaluated(wanted):
+            yield
+    finally:
+        torch.is_grad_enabled, torch.is_inference_mode_enabled = before
+
+
+@contextlib.contextmanager
+def _told_as_it_runs(traced: Traced | None) -> Iterator[None]:
+    """Inside, what `as_not_traced` says, if that is on."""
+    if traced is None:
+        yield
+        return
 
     def told(found: Callable[[], bool]) -> Callable[[], bool]:
         def is_traced() -> bool:
@@ -257,22 +274,18 @@ def _told(around: Around | None) -> Iterator[None]:
             if str(frame.f_globals.get("__name__", "")).startswith("torch._dynamo") and frame.f_back is not None:
                 frame = frame.f_back  # which asks for another
             name = frame.f_globals.get("__name__", "")
-            if traced is None or is_foreign(name) or is_installed(name):
+            if is_foreign(name) or is_installed(name):
                 return found()
             traced.asked = True
             return False
 
         return is_traced
 
-    asked = {name: getattr(torch.compiler, name) for name in _OF_COMPILERS if hasattr(torch.compiler, name)}
-    before = torch.is_grad_enabled, torch.is_inference_mode_enabled
-    for name, function in asked.items() if traced is not None else ():
-        setattr(torch.compiler, name, told(function))
-    torch.is_grad_enabled, torch.is_inference_mode_enabled = is_grad_enabled, is_inference_mode_enabled
+    before = {name: getattr(torch.compiler, name) for name in _OF_COMPILERS if hasattr(torch.compiler, name)}
     try:
-        with contextlib.nullcontext() if around.modes else left_out_as_evaluated(wanted):
-            yield
+        for name, function in before.items():
+            setattr(torch.compiler, name, told(function))
+        yield
     finally:
-        torch.is_grad_enabled, torch.is_inference_mode_enabled = before
-        for name, function in asked.items():
+        for name, function in before.items():
             setattr(torch.compiler, name, function)

@@ -43,11 +43,6 @@ class Remembered:
         self.training, self.seed = training, torch.initial_seed()
         self._read = self._versions()
 
-    @property
-    def reread(self) -> list[str]:
-        """The buffers that the forward changes, and of whose values before it computes what it returns."""
-        return self.form.reread
-
     def unchanged(self) -> bool:
         """Whether all that the forward may read beside what it changes is as it was."""
         return self._versions() == self._read
@@ -92,7 +87,7 @@ class Again:
 
     def __call__(self) -> tuple[Backward, OpenRun]:
         call, form = self._call, self._call.form
-        if reread := call.reread:
+        if reread := form.reread:
             raise RuntimeError(
                 f"backward() a second time through one step, whose forward has changed {reread[0]}: it cannot be run again for that. Add "
                 f"up the losses that are made of one call, and call backward() once; or call the model again"

@@ -40,8 +40,9 @@ class OfGraph(Protocol):
     def of_outputs(self, grads: Mapping[str, Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor | None]: ...
 
 
-def _check(saved: object, arriving: Sequence[Tensor | None]) -> None:
-    """RuntimeError for several gradients that arrive as one. saved: what torch refuses to give where the graph was not retained."""
+def _check(ctx: Any, arriving: Sequence[Tensor | None]) -> None:
+    """RuntimeError for several gradients that arrive as one, and torch's own where the graph was not retained."""
+    _ = ctx.saved_tensors
     if any(grad is not None and several_at_once(grad) for grad in arriving):
         raise RuntimeError(
             "several gradients of what the parallel module returned were asked for at once (is_grads_batched=True, vectorize=True), which "
@@ -61,7 +62,7 @@ class _Deposit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        _check(ctx.saved_tensors, (grad,))
+        _check(ctx, (grad,))
         if torch.is_grad_enabled():
             return (None, None, None, *ctx.more(grad))
         gradients, ctx.gradients = ctx.gradients, ctx.more
@@ -82,7 +83,7 @@ class _Opened(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        _check(ctx.saved_tensors, grads)
+        _check(ctx, grads)
         if torch.is_grad_enabled():  # create_graph=True
             return (None, None, None, None, *(None,) * ctx.n, *ctx.twice(grads))
         gradients, ctx.gradients = ctx.gradients, ctx.more
@@ -125,7 +126,6 @@ class Backward:
             return found
 
         def more(grad: Tensor) -> list[Tensor | None]:
-            record.phase(record.BACKWARD)
             found = twice.of_loss(grad, self.leaves)
             record.phase(record.OUTSIDE)
             return found
@@ -177,7 +177,6 @@ class Backward:
             return rest._of_run(anew, names, grads)
 
         def in_a_graph(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-            record.phase(record.BACKWARD)
             self.given.compare_gradients([grad if grad is None else grad.detach() for grad in grads])
             found = twice.of_outputs(dict(zip(names, grads, strict=True)), self.leaves)
             record.phase(record.OUTSIDE)

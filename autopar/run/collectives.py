@@ -133,10 +133,10 @@ class _Transition(torch.autograd.Function):
         return out, None, None, None, None
 
 
-def moved(x: Tensor, forward: Move, backward: Move, again: Move | None = None) -> Tensor:
-    """A linear move of which backward is another one, to be differentiated as often as is wished. again: the backward of that, by default
-    the move itself, as of every move and its transpose."""
-    return _Transition.apply(x, forward, backward, again or forward, record.line(2))
+def moved(x: Tensor, backward: Move, *, forward: Move = _same, again: Move | None = None) -> Tensor:
+    """A linear move that no emitted module states, by default one that changes nothing, to be differentiated as often as is wished.
+    backward: of it; again: of that, by default the move itself, as of every move and its transpose."""
+    return _Transition.apply(x, forward, backward, again or forward, 0)
 
 
 def _apply(x: Tensor, axis: Axis, forward: Move, backward: Move) -> Tensor:

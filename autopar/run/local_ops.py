@@ -50,16 +50,10 @@ def masked_embedding(indices: Tensor, weight: Tensor, axis: Axis, padding_idx: i
 class _CrossEntropySumVocab(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, ignore_index: int) -> Tensor:
-        classes = logits.shape[1]
-        peak = logits.detach().amax(dim=1)
-        comm.all_reduce_(peak, axis, torch.distributed.ReduceOp.MAX)
-        shifted = logits - peak.unsqueeze(1)
+        shifted = _below_the_largest(logits, axis)
         exponentials = shifted.exp()
         total = comm.all_reduce(exponentials.sum(dim=1), axis)
-        counted = labels != ignore_index
-        local = labels - axis.rank * classes
-        here = counted & (local >= 0) & (local < classes)
-        local = local.masked_fill(~here, 0)
+        counted, here, local = _labels_here(labels, logits.shape[1], axis, ignore_index)
         target = shifted.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
         target = comm.all_reduce(target, axis)
         probabilities = exponentials.div_(total.unsqueeze(1))
@@ -75,6 +69,20 @@ class _CrossEntropySumVocab(torch.autograd.Function):
         return gradient.mul_(counted.unsqueeze(1)).mul_(grad), None, None, None
 
 
+def _below_the_largest(logits: Tensor, axis: Axis) -> Tensor:
+    """The local logits [N, classes/n], less the largest of each row of the whole."""
+    peak = logits.detach().amax(dim=1)
+    comm.all_reduce_(peak, axis, torch.distributed.ReduceOp.MAX)
+    return logits - peak.unsqueeze(1)
+
+
+def _labels_here(labels: Tensor, classes: int, axis: Axis, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each label: whether it counts, whether this rank holds its class, and which of the `classes` here that is (0 if it is none)."""
+    counted, local = labels != ignore_index, labels - axis.rank * classes
+    here = counted & (local >= 0) & (local < classes)
+    return counted, here, local.masked_fill(~here, 0)
+
+
 def cross_entropy_sum_vocab(logits: Tensor, labels: Tensor, axis: Axis, ignore_index: int = -100) -> Tensor:
     """F.cross_entropy(..., reduction='sum') with the classes split: logits S(1) [N, classes/n], labels I [N] (global
     classes) -> I scalar.
@@ -86,13 +94,10 @@ def cross_entropy_sum_vocab(logits: Tensor, labels: Tensor, axis: Axis, ignore_i
         raise ValueError(f"logits must be [N, classes] and labels [N]; got {tuple(logits.shape)} and {tuple(labels.shape)}")
     if not keeps_graphs():
         return _CrossEntropySumVocab.apply(logits, labels, axis, ignore_index)
-    peak = logits.detach().amax(dim=1)
-    comm.all_reduce_(peak, axis, torch.distributed.ReduceOp.MAX)
-    shifted = logits - peak.unsqueeze(1)
+    shifted = _below_the_largest(logits, axis)
     total = collectives.all_reduce(shifted.exp().sum(dim=1), axis)
-    counted, local = labels != ignore_index, labels - axis.rank * logits.shape[1]
-    here = counted & (local >= 0) & (local < logits.shape[1])
-    target = shifted.gather(1, local.masked_fill(~here, 0).unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
+    counted, here, local = _labels_here(labels, logits.shape[1], axis, ignore_index)
+    target = shifted.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
     return (total.log() - collectives.all_reduce(target, axis)).masked_fill(~counted, 0).sum()
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autopar.axes import BATCH, cut_order
 from autopar.ir import Layout, R
-from autopar.run import collectives, comm
+from autopar.run import collectives, comm, record
 from autopar.run.again import Remembered
 from autopar.run.buckets import hold
 from autopar.run.dtypes import empty
@@ -41,7 +41,7 @@ class Twice:
     def __init__(self, call: Remembered) -> None:
         self._call = call
         differentiated = any(spec.grad and call.bound[spec.name].requires_grad for spec in call.form.manifest.inputs)
-        self._before = {name: call.tree.buffer(name).clone() for name in call.reread} if differentiated else {}
+        self._before = {name: call.tree.buffer(name).clone() for name in call.form.reread} if differentiated else {}
 
     def of_loss(self, grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """Collective: by these leaves, from the gradient of the loss. In a graph, if gradients are on."""
@@ -91,7 +91,7 @@ class Twice:
                 f"{asked} and stages of which each rank has several draw random numbers in an order of their own. Compile {manifest.model} "
                 f"with another schedule. {instead}"
             )
-        if reread := [name for name in self._call.reread if name not in self._before]:
+        if reread := [name for name in self._call.form.reread if name not in self._before]:
             raise RuntimeError(
                 f"{asked} of a call that has changed {reread[0]}, and of which no input requires a gradient: it cannot be run again. "
                 f"{instead}"
@@ -129,8 +129,8 @@ class Twice:
         if not form.batch.local or dp.size == 1 or not value.requires_grad:
             return value
         if form.outputs.is_part(name):
-            return collectives.moved(value, _same, lambda g: g / dp.size)
-        return collectives.moved(value, _same, lambda g: comm.all_reduce(g, dp) / dp.size)
+            return collectives.moved(value, lambda g: g / dp.size)
+        return collectives.moved(value, lambda g: _mean(g, dp))
 
 
 class _Read:
@@ -207,17 +207,17 @@ def _of_its_stages(x: Tensor, spec: ParamSpec | BufferSpec, mesh: Mesh) -> Tenso
     def given(v: Tensor) -> Tensor:
         return comm.broadcast_(v.clone(memory_format=torch.contiguous_format) if holds else v.new_empty(shape), pp.ranks[holders[0]], pp)
 
-    return collectives.moved(x, given, lambda g: g.view_as(g) if holds else g.new_zeros(x.shape))
+    return collectives.moved(x, lambda g: g.view_as(g) if holds else g.new_zeros(x.shape), forward=given)
 
 
 def _shared(x: Tensor, axis: Axis, terms: int, dtype: torch.dtype, of_the_mean: Axis | None) -> Tensor:
     """A parameter of which ranks have copies, whose gradient is the sum of theirs. terms: how many of them are the same. of_the_mean: the
     axis over which losses that are made of that gradient are others."""
 
-    def again(g: Tensor) -> Tensor:
-        return g.view_as(g) if of_the_mean is None else comm.all_reduce(g, of_the_mean) / of_the_mean.size
+    def summed(g: Tensor) -> Tensor:
+        return comm.all_reduce((g / terms if terms > 1 else g).to(dtype), axis).to(g.dtype)
 
-    return collectives.moved(x, _same, lambda g: comm.all_reduce((g / terms if terms > 1 else g).to(dtype), axis).to(g.dtype), again)
+    return collectives.moved(x, summed, again=None if of_the_mean is None else lambda g: _mean(g, of_the_mean))
 
 
 def _from_a_part(x: Tensor, dp: Axis, layout: Layout) -> Tensor:
@@ -225,12 +225,12 @@ def _from_a_part(x: Tensor, dp: Axis, layout: Layout) -> Tensor:
     if dp.size == 1 or not (layout.is_shard or layout == R):
         return x
     if layout.is_shard:
-        return collectives.moved(x, _same, lambda g: g * dp.size)
-    return collectives.moved(x, _same, lambda g: comm.all_reduce(g, dp), lambda g: comm.all_reduce(g, dp) / dp.size)
+        return collectives.moved(x, lambda g: g * dp.size)
+    return collectives.moved(x, lambda g: comm.all_reduce(g, dp), again=lambda g: _mean(g, dp))
 
 
-def _same(x: Tensor) -> Tensor:
-    return x.view_as(x)
+def _mean(x: Tensor, axis: Axis) -> Tensor:
+    return comm.all_reduce(x, axis) / axis.size
 
 
 def _gradients(values: Sequence[Tensor], grads: Sequence[Tensor], by: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -239,6 +239,7 @@ def _gradients(values: Sequence[Tensor], grads: Sequence[Tensor], by: Sequence[T
     wanted = [x for x in by if x is not None and x.requires_grad]
     if not used or not wanted:
         return [None] * len(by)
+    record.phase(record.BACKWARD)
     found = iter(
         torch.autograd.grad(
             [v for v, _ in used], wanted, [g for _, g in used], create_graph=torch.is_grad_enabled(), allow_unused=True

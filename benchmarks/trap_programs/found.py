@@ -7,7 +7,7 @@ import multiprocessing
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -195,6 +195,21 @@ def objects_as_keys(compile: Compile) -> Results:
     return _annealed(compile, lambda: sum(one.rate for one in stages), lambda value: [setattr(one, "rate", value) for one in stages])
 
 
+def _retuned(compile: Compile, model: nn.Module, changes: Mapping[int, Callable[[], object]], steps: int) -> Results:
+    """Trained by a loss outside, with a change after some of the steps."""
+    made = compile(model, example_inputs=(batch()[0],))
+    optimizer, losses = sgd(made), []
+    for step in range(steps):
+        x, y = batch(step)
+        loss = F.cross_entropy(made(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        changes.get(step, list)()
+    return {"losses": losses, "state": state(made)}
+
+
 def _masked(layer: nn.Linear, x: Tensor) -> Tensor:
     return F.linear(x, layer.weight * layer.mask * layer.settings["scale"], layer.bias) * layer.options.rate  # type: ignore[operator,index]
 
@@ -208,24 +223,17 @@ def settings_on_a_layer_of_torch(compile: Compile) -> Results:
     up.forward = MethodType(_masked, up)
     head.temperature = torch.ones(())
     head.register_forward_hook(lambda layer, given, made: made / layer.temperature)
-    made = compile(model, example_inputs=(batch()[0],))
-    optimizer, losses = sgd(made), []
-    for step in range(6):
-        x, y = batch(step)
-        loss = F.cross_entropy(made(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if step == 1:
-            up.mask = (torch.arange(up.mask.numel()).view_as(up.mask) % 3 > 0).to(up.mask.dtype)
-        if step == 2:
-            up.mask.mul_(0.5)
-        if step == 3:
-            up.settings["scale"] = up.options.rate = 0.5
-        if step == 4:
-            head.temperature = head.temperature * 2
-    return {"losses": losses, "state": state(made)}
+
+    def rate() -> None:
+        up.settings["scale"] = up.options.rate = 0.5
+
+    changes = {
+        1: lambda: setattr(up, "mask", (torch.arange(up.mask.numel()).view_as(up.mask) % 3 > 0).to(up.mask.dtype)),
+        2: lambda: up.mask.mul_(0.5),
+        3: rate,
+        4: lambda: setattr(head, "temperature", head.temperature * 2),
+    }
+    return _retuned(compile, model, changes, 6)
 
 
 class _Set(nn.Module):
@@ -250,17 +258,8 @@ def settings_of_a_parametrised_layer(compile: Compile) -> Results:
         return model
 
     model = seeded(build)
-    made = compile(model, example_inputs=(batch()[0],))
-    optimizer, losses = sgd(made), []
-    for step in range(5):
-        x, y = batch(step)
-        loss = F.cross_entropy(made(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if step == 1:
-            model.blocks[0].settings["scale"] = 0.5
-        if step == 2:
-            model.blocks[1].mask = torch.arange(HIDDEN) % 2 * 1.0
-    return {"losses": losses, "state": state(made)}
+    changes = {
+        1: lambda: model.blocks[0].settings.update(scale=0.5),
+        2: lambda: setattr(model.blocks[1], "mask", torch.arange(HIDDEN) % 2 * 1.0),
+    }
+    return _retuned(compile, model, changes, 5)

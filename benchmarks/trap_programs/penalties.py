@@ -24,9 +24,11 @@ from benchmarks._traps_kit import (
     batches,
     gradients,
     program,
+    samples,
     seeded,
     sgd,
     state,
+    stepped,
 )
 from benchmarks.trap_programs.local import mean_of_ranks, part_of
 
@@ -64,10 +66,6 @@ def slope(of: Tensor, by: Tensor) -> Tensor:
     """The gradient of the sum, to be differentiated again."""
     (found,) = torch.autograd.grad(of.sum(), by, create_graph=True)
     return found
-
-
-def samples(index: int = 0) -> Tensor:
-    return batch(index)[0]
 
 
 @program(KIND, plans=MORE)
@@ -123,34 +121,26 @@ def penalty_of_a_spectrally_normed_critic(compile: Compile) -> Results:
         spectral_norm(critic.first), spectral_norm(critic.second)
         return critic
 
+    def penalty(real: Tensor, _: Tensor) -> Tensor:
+        real.requires_grad_()
+        return slope(critic(real), real).square().sum(1).mean()
+
     critic = compile(seeded(build), example_inputs=(samples(),))
-    optimizer, losses = torch.optim.SGD(critic.parameters(), lr=0.05), []
-    for k in range(3):
-        real = samples(k).requires_grad_()
-        loss = slope(critic(real), real).square().sum(1).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "state": state(critic)}
+    return {"losses": stepped(critic, penalty, sgd(critic, 0.05)), "state": state(critic)}
 
 
 @program(KIND, plans=MORE)
 def residual_of_a_differential_equation(compile: Compile) -> Results:
     """A network that is to solve u'' + u u' = f: gradients of gradients of its input, of which the loss is made."""
     network = compile(seeded(Critic), example_inputs=(samples(),))
-    optimizer, losses = torch.optim.Adam(network.parameters(), lr=1e-2), []
-    for k in range(3):
-        x = samples(k).requires_grad_()
-        u = network(x)
+
+    def residual(x: Tensor, _: Tensor) -> Tensor:
+        u = network(x.requires_grad_())
         first = slope(u, x)
         second = slope(first[:, 0], x)
-        loss = (second[:, 0] + u[:, 0] * first[:, 1] - x.detach().sin().sum(1)).square().mean() + u[:4].square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "state": state(network)}
+        return (second[:, 0] + u[:, 0] * first[:, 1] - x.detach().sin().sum(1)).square().mean() + u[:4].square().mean()
+
+    return {"losses": stepped(network, residual, torch.optim.Adam(network.parameters(), lr=1e-2)), "state": state(network)}
 
 
 @program(KIND, plans=IN_PARTS)
@@ -328,16 +318,12 @@ class _Spiking(nn.Module):
 def penalty_past_functions_and_hooks(compile: Compile) -> Results:
     """A function with gradients of its own, which are differentiated again, and a hook on a gradient."""
     critic = compile(seeded(_Spiking), example_inputs=(samples(),))
-    optimizer, losses = torch.optim.SGD(critic.parameters(), lr=0.05), []
-    for k in range(3):
-        real = samples(k).requires_grad_()
-        score = critic(real)
-        loss = F.softplus(-score).mean() + slope(score, real).square().sum(1).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "state": state(critic)}
+
+    def penalised(real: Tensor, _: Tensor) -> Tensor:
+        score = critic(real.requires_grad_())
+        return F.softplus(-score).mean() + slope(score, real).square().sum(1).mean()
+
+    return {"losses": stepped(critic, penalised, sgd(critic, 0.05)), "state": state(critic)}
 
 
 @program(KIND)
