@@ -30,7 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data" / "mutants.toml"
-COPIED = ("autopar", "cost_models", "benchmarks", "tests", "pyproject.toml", "README.md", "constraints.txt", "Makefile")
+COPIED = ("autopar", "cost_models", "benchmarks", "tests", "pyproject.toml", "README.md", "docs", "constraints.txt", "Makefile")
 COMPILED = ("autopar", "cost_models", "benchmarks", "tests")
 PRELOADED = (  # once for all tests: what they import of others
     "torch", "torch.export", "torch.distributed", "torch.utils.flop_counter", "torch._subclasses.fake_tensor",

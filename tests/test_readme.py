@@ -1,4 +1,4 @@
-"""The example in the README runs as it stands there, and the commands it names exist."""
+"""The example in the README runs as it stands there; the commands, files and benchmarks that it and the pages under docs/ name exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 
 from autopar import cli
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.gloo
@@ -29,3 +31,24 @@ def test_the_example_runs(tmp_path: Path) -> None:
 def test_the_commands_are_those_of_the_command_line() -> None:
     named = set(re.findall(r"`autopar ([a-z]+)", README.read_text(encoding="utf-8")))
     assert named == {command.name or command.callback.__name__ for command in cli.app.registered_commands}
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    linked = {page.parent / name for name in re.findall(r"\]\(([^)#:]+)\)", text)}
+    files = {ROOT / name for name in re.findall(r"`((?:autopar|benchmarks|tests|cost_models|examples|docs)/[\w/.]+)`", text)}
+    assert not [str(path.relative_to(ROOT)) for path in linked | files if not path.exists()]
+    commands = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
+    assert set(re.findall(r"`autopar ([a-z]+)", text)) <= commands
+    assert {name for name in re.findall(r"python -m\s+benchmarks ([a-z_]+)", text)} <= benchmarks_named()
+
+
+@pytest.mark.pure
+def test_the_readme_leads_to_every_page() -> None:
+    assert {page.name for page in PAGES[1:]} <= set(re.findall(r"\(docs/(\w+\.md)\)", README.read_text(encoding="utf-8")))
+
+
+def benchmarks_named() -> set[str]:
+    return {path.stem for path in (ROOT / "benchmarks").glob("*.py") if not path.stem.startswith("_")}
