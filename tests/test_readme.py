@@ -42,7 +42,7 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     assert not [str(path.relative_to(ROOT)) for path in linked | files if not path.exists()]
     commands = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
     assert set(re.findall(r"`autopar ([a-z]+)", text)) <= commands
-    assert {name for name in re.findall(r"python -m\s+benchmarks ([a-z_]+)", text)} <= benchmarks_named()
+    assert set(re.findall(r"python -m\s+benchmarks ([a-z_]+)", text)) <= benchmarks_named()
 
 
 @pytest.mark.pure
