@@ -62,6 +62,7 @@ class Variants:
         self._outputs, self._dtype, self._backend, self._apart = outputs, dtype, backend, apart
         self._planned = frozenset(p.fqn for p in program.params if p.trainable)
         self._told: set[str] = set()  # parameters that train and were not planned to
+        self._told_of_odd_batches = False
 
     def __call__(
         self, module: ParallelModule, inputs: Any, why: str
@@ -75,21 +76,25 @@ class Variants:
         except PlanError as e:
             count = program.batch_size or 0
             size = f"a batch of {count} in {'training' if captured.training else 'evaluation'} mode"
-            parts = plan.mesh[BATCH] * plan.micro_batches
             planned = f"batch {plan.global_batch}, {BATCH}={plan.mesh[BATCH]}, {plan.micro_batches} micro-batches"
-            reason = f"{count} samples do not divide into {parts} equal parts" if count % parts else str(e)
-            remedy = (
-                "Give batches that divide alike (drop the last short one, or fill it with autopar.Padding), or compile the model for this "
-                "size and mode"
-            )
+            remedy = "Give batches of the size that was planned, or compile the model for this size and mode"
             if count == plan.global_batch:
                 remedy = f"What it computes now is not what it computed when it was compiled{why and f' ({why})'}: compile it again"
-            raise ValueError(f"{size} cannot run as it was planned ({planned}): {reason}. {remedy}") from e
+            raise ValueError(f"{size} cannot run as it was planned ({planned}): {e}. {remedy}") from e
         unplanned = [spec for spec in emitted.MANIFEST.params if spec.trainable and spec.name not in self._planned]
         if fresh := {spec.name for spec in unplanned} - self._told:
             self._told |= fresh
             if module.mesh.rank == 0:
                 warnings.warn(unplanned_text(module.manifest.model, unplanned, plan), stacklevel=2)
+        samples, ranks = program.batch_size or 0, plan.mesh[BATCH]
+        if samples % ranks and not self._told_of_odd_batches:
+            self._told_of_odd_batches = True
+            if module.mesh.rank == 0:
+                warnings.warn(
+                    f"a batch of {samples} does not divide among {ranks} data-parallel ranks: each of them computes all of it, which takes "
+                    f"as long as on one. Leave it out (drop_last=True), or fill it (autopar.Padding), if that is too long",
+                    stacklevel=2,
+                )
         constants = {b.fqn or b.value for b in program.buffers if b.fqn is None or b.region}
         tensors = {name: tensor for name, tensor in tensors_of(captured).items() if name in constants}
         return emitted, tensors, captured.guards, captured.returned

@@ -279,7 +279,7 @@ def test_no_strategy_is_better_than_the_one_that_its_axis_has_chosen() -> None:
     """What is said of a strategy is the axis' program with it given: the best of these is the best there is, within the solver's gap; and
     one program that is solved again and again says what a new one of the same operator with that strategy alone says."""
     program, pricer = captured_of("wide")[0].program, Pricer(load_cluster("dgx-h100"), {"pp": 1, "dp": 1, "tp": 2})
-    problem = timed(axis_problem(program, "tp", 2, pricer, "adamw", axis_leaves(program, "tp")))
+    problem = timed(axis_problem(program, "tp", 2, pricer, "adamw", axis_leaves(program, "tp", 2)))
     best = solve_axis(problem)
     again = AxisSolver(problem)
     for group in [g for g in problem.choices.groups.values() if g.op is not None and len(g.strategies) > 1]:
@@ -308,7 +308,7 @@ def test_a_choice_is_explained_under_what_was_asked_of_its_axis(pins: Pins) -> N
 def test_the_terms_of_an_axis_are_its_objective() -> None:
     """Computation and communication by themselves add up to what the integer program minimises, but for its preference for what rests."""
     program, pricer = captured_of("wide")[0].program, Pricer(load_cluster("dgx-h100"), {"pp": 1, "dp": 1, "tp": 2})
-    problem = timed(axis_problem(program, "tp", 2, pricer, "adamw", axis_leaves(program, "tp")))
+    problem = timed(axis_problem(program, "tp", 2, pricer, "adamw", axis_leaves(program, "tp", 2)))
     host = load_cluster("dgx-h100").gpu.host
     for s in (solve_axis(problem).assignment, _all_alike(problem)):
         chosen = stated(problem, s) if not callable(s) else s

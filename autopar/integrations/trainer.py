@@ -101,7 +101,7 @@ class AutoparTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None, **more: Any
     ) -> tuple[Any, Any, Any]:
-        """As the Trainer's; where only the loss is wanted no other output is asked for. A last batch that does not divide is computed with
+        """As the Trainer's; where only the loss is wanted no other output is asked for. What does not fit the plan is computed with
         whole parameters, with a warning."""
         labelled = len(self.label_names) > 0 and all(inputs.get(name) is not None for name in self.label_names)
         module = self._started()

@@ -4,6 +4,9 @@ What a step keeps stays as it was decided: the mesh, how every parameter and buf
 ZeRO, what is recomputed. An operator that was there before keeps its strategy, where its rule still has it; the strategies of the others
 are solved on each axis with everything else held, and the stages are cut between the parameters as they rest. The completed plan is
 checked against the rules as every plan is, when it is lowered.
+
+A batch that does not divide among the data-parallel ranks is whole on each of them: they all do the same work then. One that does not
+divide into the plan's micro-batches has as many as keep them no larger than they were planned.
 """
 
 from __future__ import annotations
@@ -83,7 +86,7 @@ class _Completion:
         self.old, self.before = old, on_axes(old, plan)
 
     def run(self) -> Plan:
-        over = self.over_axes()
+        over, count = self.over_axes()
         cuts = self.cuts(over.rank)
         stages = [
             msgspec.structs.replace(stage, first_op=over.rank.ops[start].name)
@@ -97,7 +100,7 @@ class _Completion:
             axes[x.axis] = msgspec.structs.replace(self.plan.axes[x.axis], ops=made.ops, leaves=made.leaves)
         found = msgspec.structs.replace(
             self.plan, program_hash=program_hash(self.new), global_batch=self.new.batch_size or 0, axes=axes, cuts=list(cuts),
-            stages=stages, recompute=recompute, modes=modes,
+            stages=stages, recompute=recompute, modes=modes, micro_batches=count,
         )  # fmt: skip
         return placed(self.new, found)
 
@@ -118,28 +121,55 @@ class _Completion:
         return found, modes
 
     # ------------------------------------------------------------------------------------------------------- the axes
-    def over_axes(self) -> OnAxes:
-        data = self.data_axis()
+    def over_axes(self) -> tuple[OnAxes, int]:
+        """The program over the axes, and into how many micro-batches it is split."""
+        data, count = self.data_axis(), self.count()
         try:
-            moments = split(on_data_axis(self.new, data), self.plan.micro_batches)
+            moments = split(on_data_axis(self.new, data), count)
         except PlanError:
             if data is None:
                 raise
-            data = self.by_samples()
-            moments = split(on_data_axis(self.new, data), self.plan.micro_batches)
+            if self.is_undivided():
+                count = 1
+            else:
+                data = self.by_samples()
+            moments = split(on_data_axis(self.new, data), count)
         rank, inner = moments.body, list[Assignment]()
         for before, old in zip(self.before.inner, on_inner_axes(self.before.moments.body, self.before.inner), strict=False):
             inner.append(self.assigned(before.axis, old, rank, before))
             rank = shard(rank, inner[-1])
-        return OnAxes(data=data, moments=moments, inner=tuple(inner), rank=rank)
+        return OnAxes(data=data, moments=moments, inner=tuple(inner), rank=rank), count
 
     def data_axis(self) -> Assignment | None:
         if self.before.data is None:
             return None
-        for value, layout in given_on(self.new, BATCH).items():
-            if not layout.divides(shape := self.new.types[value].shape, n := self.before.data.n):
-                raise PlanError(f"{value} {list(shape)} does not divide into {n} parts of the batch")
-        return self.assigned(BATCH, self.old, self.new, self.before.data)
+        return self.undivided() if self.is_undivided() else self.assigned(BATCH, self.old, self.new, self.before.data)
+
+    def is_undivided(self) -> bool:
+        """Whether the samples do not divide among the data-parallel ranks."""
+        return bool((self.new.batch_size or 0) % self.plan.mesh[BATCH])
+
+    def undivided(self) -> Assignment:
+        """Every operator does the same work on every rank."""
+        n = self.plan.mesh[BATCH]
+        ops = dict[str, Strategy]()
+        for op in self.new.ops:
+            same = (s for s in strategies_of(view_of(self.new, op, n, frozenset({1}))) if {*s.inputs, *s.outputs} <= {I})
+            if (found := next(same, None)) is None:
+                raise PlanError(f"{op.target} ({op.name}) cannot do the same work on every rank")
+            ops[op.name] = found
+        leaves = {x.value: I for x in self.new.leaves} | self.rest.on(self.new, BATCH)
+        return Assignment(axis=BATCH, n=n, ops=ops, leaves=leaves)
+
+    def count(self) -> int:
+        """Into how many micro-batches a rank's samples are split: as planned; or, where they do not divide so, or are all of the batch, as
+        few as have no more samples than were planned."""
+        ranks, planned = self.plan.mesh[BATCH], self.plan.micro_batches
+        samples = (self.new.batch_size or 0) // (1 if self.is_undivided() else ranks)
+        most = (self.old.batch_size or 0) // (ranks * planned)
+        if not samples or not most or (samples % planned == 0 and (samples // planned <= most or not self.is_undivided())):
+            return planned
+        return next(count for count in range(1, samples + 1) if samples % count == 0 and samples // count <= most)
 
     def by_samples(self) -> Assignment:
         """Every operator on the rank's samples as it would run on a micro-batch, which needs no exchange."""
@@ -154,7 +184,7 @@ class _Completion:
     def problem(self, axis: str, program: Program, n: int, rest: Mapping[str, Layout]) -> AxisProblem:
         allowed = AXES[axis].leaves
         leaves: dict[str, tuple[Layout, ...]] = {b.value: allowed for b in program.buffers} if allowed is not None else {}
-        leaves |= {v: (x,) for v, x in (given_on(program, axis) | dict(rest)).items()}
+        leaves |= {v: (x,) for v, x in (given_on(program, axis, n) | dict(rest)).items()}
         mesh = Mesh(**{BATCH: n}).sizes() if axis == BATCH else self.plan.mesh
         reduced = itemsize_named(self.plan.reduce_dtype)
         found = axis_problem(program, axis, n, Pricer(self.cluster, mesh), self.plan.optimizer, leaves, reduced_itemsize=reduced)
@@ -170,7 +200,7 @@ class _Completion:
             own = _own(new, op, stated, before.n) if stated is not None else None
             if own is not None:
                 kept[op.name] = own
-        leaves = {x.value: I for x in new.leaves} | rest | given_on(new, axis)
+        leaves = {x.value: I for x in new.leaves} | rest | given_on(new, axis, before.n)
         whole = Assignment(axis=axis, n=before.n, ops=kept, leaves=leaves)
         if _is_complete(new, whole):
             return whole

@@ -41,7 +41,8 @@ def on_data_axis(program: Program, assignment: Assignment | None) -> Program:
     """The program of one data-parallel rank."""
     if assignment is None:
         return program
-    return shard(program, assignment).replace(batch_size=(program.batch_size or 0) // assignment.n or None)
+    parts = assignment.n if any(assignment.leaves[x.value].is_shard for x in program.inputs) else 1  # else each rank has all samples
+    return shard(program, assignment).replace(batch_size=(program.batch_size or 0) // parts or None)
 
 
 def on_inner_axes(body: Program, assignments: Inner) -> tuple[Program, ...]:
@@ -154,14 +155,14 @@ def _assignment(program: Program, plan: Plan, axis: str) -> Assignment:
         leaves[x.value] = Layout.parse(stated.leaves[x.value]) if x.value in stated.leaves else I
         if not leaves[x.value].divides(program.types[x.value].shape, stated.n):
             raise PlanError(f"{x.value} of {program.types[x.value]} cannot lie as {leaves[x.value]} over {stated.n} ranks of {axis}")
-    _check_leaves(program, axis, ops, leaves)
+    _check_leaves(program, axis, stated.n, ops, leaves)
     return Assignment(axis=axis, n=stated.n, ops=ops, leaves=leaves)
 
 
-def _check_leaves(program: Program, axis: str, ops: dict[str, Strategy], leaves: dict[str, Layout]) -> None:
+def _check_leaves(program: Program, axis: str, n: int, ops: dict[str, Strategy], leaves: dict[str, Layout]) -> None:
     """Leaves lie as they can be given to a rank: inputs as the axis gives them, none as a term of a sum, and buffers that
     the forward changes as their readers take them, so that no copy is changed in their place."""
-    for value, given in given_on(program, axis).items():
+    for value, given in given_on(program, axis, n).items():
         if leaves[value] != given:
             raise PlanError(f"the input {value} lies as {given} on {axis}, not as {leaves[value]}")
     for value, layout in leaves.items():

@@ -395,8 +395,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if not math.isclose(gap, self.gap, abs_tol=ALIKE):
             raise PlanError(f"{name}: the gap is {self.gap:g}, and by objective and bound it is {gap:g}")
         count, ranks = self.micro_batches, self.mesh[BATCH]
+        if self.global_batch % ranks:  # each of them has all of it
+            ranks = 1
         if count > MOST_MICRO_BATCHES or (count > 1 and (not self.global_batch or self.global_batch % (ranks * count))):
-            divided = f"{count} micro-batches on each of {ranks} data-parallel ranks"
+            divided = f"{count} micro-batches on each of {self.mesh[BATCH]} data-parallel ranks"
             raise PlanError(f"{name}: a global batch of {self.global_batch} does not divide into {divided}")
 
     def _check_account(self, name: str, account: Account) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.axes import AXES, BATCH
-from autopar.ir import Layout, Program
+from autopar.ir import I, Layout, Program
 from autopar.measure import Pricer
 from autopar.planner.axis import AxisProblem
 from autopar.planner.choices import Choices, choices
@@ -16,16 +16,19 @@ from cost_models.memory import OPTIMIZERS
 __all__ = ["axis_choices", "axis_leaves", "axis_problem", "given_on"]
 
 
-def given_on(program: Program, axis: str) -> dict[str, Layout]:
-    """How the inputs are given to the ranks of an axis: whole over tp; over dp each rank takes its part of the batch."""
+def given_on(program: Program, axis: str, n: int) -> dict[str, Layout]:
+    """How the inputs are given to the n ranks of an axis: whole over tp; over dp each rank takes its part of the batch, or, of a batch that
+    does not divide, all of it, for the same work on every rank."""
     of_batch, others = AXES[axis].inputs
     batched = batched_inputs(program) if of_batch != others else frozenset()
+    if not all(of_batch.divides(program.types[value].shape, n) for value in batched):
+        return {x.value: I for x in program.inputs}
     return {x.value: of_batch if x.value in batched else others for x in program.inputs}
 
 
-def axis_leaves(program: Program, axis: str) -> dict[str, tuple[Layout, ...]]:
-    """Leaf -> the layouts that it may have on an axis; those that are not named may have any."""
-    leaves: dict[str, tuple[Layout, ...]] = {v: (x,) for v, x in given_on(program, axis).items()}
+def axis_leaves(program: Program, axis: str, n: int) -> dict[str, tuple[Layout, ...]]:
+    """Leaf -> the layouts that it may have on an axis of n ranks; those that are not named may have any."""
+    leaves: dict[str, tuple[Layout, ...]] = {v: (x,) for v, x in given_on(program, axis, n).items()}
     allowed = AXES[axis].leaves
     if allowed is None:
         return leaves

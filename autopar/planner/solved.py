@@ -74,7 +74,7 @@ def _taken(chosen: Assignment, whole: Program, body: Program) -> Assignment | No
         o: x for op in whole.ops
         for o, x in zip((o for o in op.outputs if o is not None), chosen.ops[op.name].outputs, strict=True)
     }  # fmt: skip
-    may, leaves = axis_leaves(body, chosen.axis), dict[str, Layout]()
+    may, leaves = axis_leaves(body, chosen.axis, n), dict[str, Layout]()
     for v in names:
         x = chosen.leaves.get(v, made.get(v))
         leaves[v] = x if x is not None and x in may.get(v, (x,)) else may[v][0]

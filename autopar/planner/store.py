@@ -118,7 +118,7 @@ class Store:
         program = self.folded
         if dp == 1:
             return program, None, ()
-        pricer, leaves = self.pricer(Mesh(**{BATCH: dp})), axis_leaves(program, BATCH)
+        pricer, leaves = self.pricer(Mesh(**{BATCH: dp})), axis_leaves(program, BATCH, dp)
         problem = self.timed("strategies", lambda: self._problem(program, BATCH, dp, pricer, leaves))
         problem = dataclasses.replace(problem, choices=with_layouts(problem.choices, wanted))
         solution = self._solved(f"{BATCH} axis", problem, 1e-3)
@@ -351,7 +351,8 @@ class Store:
 
     def problem(self, axis: str, mesh: Mesh, body: Program, form: Form) -> AxisProblem:
         """What is to decide on an axis, as it is asked of it."""
-        leaves, n = axis_leaves(body, axis), mesh.sizes()[axis]
+        n = mesh.sizes()[axis]
+        leaves = axis_leaves(body, axis, n)
         key = (id(body), axis, n)
         if key not in self._inner_choices:  # the body is kept, so that no other one has its identity
             self._inner_choices[key] = body, self.timed("strategies", lambda: axis_choices(body, axis, n, leaves))

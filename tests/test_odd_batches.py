@@ -1,0 +1,88 @@
+"""Batches that do not divide among the data-parallel ranks, or into micro-batches, give what they give on one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.run import WorkerPool
+from benchmarks._traps import PROGRAMS
+from benchmarks._traps_kit import batch
+from benchmarks._traps_run import Judge
+
+pytestmark = pytest.mark.gloo
+
+ODD = sorted(name for name, program in PROGRAMS.items() if program.kind == "odd")
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    with Judge(limit_s=60) as judge:
+        yield judge
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[WorkerPool]:
+    with WorkerPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_programs_with_odd_batches_are_right(name: str, judge: Judge) -> None:
+    plans = ("dp2", "zero3", *(plan for plan in PROGRAMS[name].plans if plan != "hybrid3"))
+    assert [(o.plan, o.outcome, o.reason) for o in judge.outcomes(name, plans)] == [(plan, "right", "") for plan in plans]
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.drop, self.last = nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(self.drop(torch.relu(self.first(x)))), y)
+
+
+def _compiled(zero: int) -> autopar.ParallelModule:
+    return autopar.compile(Dropping(), 2, example_inputs=batch(), cluster="cpu", pins={"dp": 2, "zero": zero})
+
+
+def _told() -> list[str]:
+    parallel = _compiled(0)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for size in (7, 12, 5, 7):
+            parallel(*batch(size=size)).backward()
+    return [str(w.message) for w in found if "does not divide" in str(w.message)]
+
+
+def test_it_is_told_once_that_every_rank_computes_all_of_it(pair: WorkerPool) -> None:
+    first, other = pair.run(_told, timeout_s=60)
+    assert len(first) == 1 and "a batch of 7 does not divide among 2 data-parallel ranks" in first[0]
+    assert other == []
+
+
+def _dropped(zero: int) -> tuple[list[float], dict[str, Tensor]]:
+    parallel = _compiled(zero)
+    optimizer, losses = torch.optim.SGD(parallel.parameters(), lr=0.0), []
+    for size in (12, 7, 7, 1):
+        loss = parallel(*batch(size=size))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, parallel.full_gradients()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_all_ranks_draw_the_same_for_it(zero: int, pair: WorkerPool) -> None:
+    (losses, gradients), (others, other_gradients) = pair.run(_dropped, zero, timeout_s=60)
+    assert losses == others
+    assert losses[1] != losses[2]  # weights do not move: each call draws anew
+    assert gradients.keys() == other_gradients.keys()
+    assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
