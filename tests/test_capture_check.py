@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.capture import Captured, capture
 from autopar.capture.calls import Calls, call_twice
-from autopar.capture.check import check_program
+from autopar.capture.check import _wrong, check_program
 from autopar.capture.state import State
 from autopar.errors import CaptureError
 from autopar.ir import Op, Program, Ref, map_refs
@@ -146,3 +146,12 @@ def test_what_the_model_returns_beside_the_loss_is_said() -> None:
     x = (torch.randn(BATCH, DIM),)
     assert capture(Returning(DIM, DIM), x).returns == "dict with keys ['loss', 'logits']"
     assert capture(nn.Linear(DIM, DIM), x, loss=torch.sum).returns == ""
+
+
+def test_no_gradient_is_not_one_of_zeros() -> None:
+    """Behind a last layer of zeros all gradients are zeros: a way that a program has lost is seen by there being none."""
+    leaves = {"weight": torch.ones(2), "bias": torch.ones(2)}
+    zeros, ones = torch.zeros(2), torch.ones(2)
+    assert _wrong(leaves, [zeros, ones], [None, ones], 1e-4) == ["weight"]
+    assert _wrong(leaves, [zeros, ones], [zeros, ones], 1e-4) == []
+    assert _wrong(leaves, [None, ones], [zeros, ones], 1e-4) == []

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.padded import left_out_as_evaluated
 from autopar.capture.reach import is_foreign, is_installed
 from autopar.capture.said import Said, heard
+from autopar.capture.scripted import as_python
 from autopar.capture.source import running_line
 from autopar.errors import CaptureError
 from autopar.ir import Program, refs
@@ -165,16 +166,16 @@ def capturing() -> Iterator[Around]:
 @contextlib.contextmanager
 def as_called(inputs: object = None, *, checkpointed: bool = False) -> Iterator[list[Said]]:
     """Inside, the user's model runs, in the autocast state of the call that is captured, is told whether that call wants gradients (it
-    always has them), is one process alone, and keeps what its operators keep. inputs: (args, kwargs) that it is given here, copies of
-    those of that call. checkpointed: but for what it wraps in torch.utils.checkpoint. What it prints and logs is in the list that this
-    gives."""
+    always has them), is one process alone, and keeps what its operators keep; functions of TorchScript run as Python. inputs: (args,
+    kwargs) that it is given here, copies of those of that call. checkpointed: but for what it wraps in torch.utils.checkpoint. What it
+    prints and logs is in the list that this gives."""
     around = _AROUND.get()
     keeping = contextlib.nullcontext() if checkpointed else without_checkpointing()
     told: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if around is not None and ((without := around.asks and not around.mode.grad) or around.given):
         told = _Told(_by_copy(around.given, inputs), gradients=not without)
     with (
-        under(around.autocast if around else ()), _autocast_of_meta(), keeping, as_one_process(), _told(around),
+        under(around.autocast if around else ()), _autocast_of_meta(), keeping, as_one_process(), as_python(), _told(around),
         _told_as_it_runs(_TRACED.get() if around else None), told, heard() as said,
     ):  # fmt: skip
         yield said

@@ -106,12 +106,13 @@ def check_program(
 def _wrong(
     leaves: Mapping[str, torch.Tensor], expected: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None], tolerance: float
 ) -> list[str]:
-    """Of which leaves the gradients differ by more than the tolerance, relative to the largest of all."""
+    """Of which leaves the gradients differ by more than the tolerance, relative to the largest of all; and those that have none, where the
+    model's is there, if only zeros: a last layer that begins with zeros hides what is behind it."""
     scale = max((float(g.abs().max()) for g in expected if g is not None and g.numel()), default=0.0)
     wrong = []
     for value, a, b in zip(leaves, expected, found, strict=True):
         zero = torch.zeros_like(leaves[value])
-        if not _close(zero if a is None else a, zero if b is None else b, tolerance * scale):
+        if (b is None and a is not None) or not _close(zero if a is None else a, zero if b is None else b, tolerance * scale):
             wrong.append(value)
     return wrong
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.effects import EFFECTS
+from autopar.capture.effects import EFFECTS, changed_in_place
 from autopar.capture.infer import Inference, Meta
 from autopar.capture.inplace import functional_target
 from autopar.capture.interpret import resolve
@@ -84,6 +84,8 @@ class _Functionalizer:
         self.origin: Traced  # the traced operator that is being rewritten
 
     def run(self, written_before: Collection[str]) -> tuple[Trace, tuple[tuple[str, str], ...]]:
+        kept = {name for traced in self.trace.ops for name in changed_in_place(traced.op)}
+        self.trace = _with_buffers(self.trace, [p for p in self.trace.params if p.value in kept and not p.trainable])
         for traced in self.trace.ops:
             self.origin, op = traced, traced.op
             if op.target == HOOK:

@@ -7,7 +7,6 @@ is, inside float64_by_default(), and nothing is lifted a second time.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,8 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from autopar.capture.scripted import as_python
 
 __all__ = ["LOWER_PRECISIONS", "float64_by_default", "in_float64", "lift_to_float64", "to_float64"]
 
@@ -124,7 +125,7 @@ def lift_to_float64() -> Iterator[None]:
     float32, float_ = torch.float32, torch.float
     with contextlib.ExitStack() as lifted:
         lifted.enter_context(_default_float64())
-        lifted.enter_context(mock.patch.object(torch.jit.ScriptFunction, "__call__", _as_python(torch.jit.ScriptFunction.__call__)))
+        lifted.enter_context(as_python())
         for name in _CLASSES:
             lifted.enter_context(mock.patch.object(torch, name, torch.DoubleTensor))
         lifted.enter_context(mock.patch.object(torch, "from_numpy", _from_numpy))
@@ -152,17 +153,6 @@ def _default_float64() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(default)
-
-
-def _as_python(call: Callable[..., Any]) -> Callable[..., Any]:
-    """ScriptFunction.__call__ that runs the function's Python source, where torch keeps it (as it does for its own tracer)."""
-
-    @functools.wraps(call)
-    def run(script: Any, *args: Any, **kwargs: Any) -> Any:
-        source = getattr(script, "_torchdynamo_inline", None)
-        return call(script, *args, **kwargs) if source is None else source(*args, **kwargs)
-
-    return run
 
 
 def to_float64(model: nn.Module) -> nn.Module:

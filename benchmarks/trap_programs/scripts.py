@@ -10,7 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks._traps_kit import WIDTH, Compile, Logits, Results, batch, program, samples, seeded, sgd, state, train
+from benchmarks._traps_kit import (
+    HIDDEN,
+    WIDTH,
+    Compile,
+    Logits,
+    Net,
+    Results,
+    batch,
+    program,
+    samples,
+    seeded,
+    sgd,
+    state,
+    train,
+    trained,
+)
 
 KIND = "scripts"
 
@@ -280,3 +295,39 @@ def property_over_a_slot(compile: Compile) -> Results:
         losses += train(lambda x, y: nn.functional.cross_entropy(model(x), y), optimizer, steps=1)
         model.numbers[0].value = 1.0 + index
     return {"losses": losses, "state": state(model)}
+
+
+def _gate(a: Tensor, b: Tensor) -> Tensor:
+    return torch.tanh(a) * torch.sigmoid(b)
+
+
+class _Gated(Net):
+    """Calls a function of TorchScript more often than its executor needs to compile it; the last layer begins with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.mix = torch.jit.script(_gate), nn.Linear(HIDDEN, HIDDEN)
+        nn.init.zeros_(self.head.weight)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        for _ in range(4):
+            h = self.gate(h, self.mix(h))
+        return h
+
+
+@program(KIND)
+def scripted_function_behind_zeros(compile: Compile) -> Results:
+    model = seeded(_Gated)
+    with torch.no_grad():
+        for _ in range(4):
+            model(*batch())
+    return trained(compile(model, example_inputs=batch()), steps=4)
+
+
+@program(KIND)
+def traced_function(compile: Compile) -> Results:
+    """The same, of a trace."""
+    model = seeded(_Gated)
+    model.gate = torch.jit.trace(_gate, (torch.randn(3, HIDDEN), torch.randn(3, HIDDEN)))
+    return trained(compile(model, example_inputs=batch()))
