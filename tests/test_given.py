@@ -58,14 +58,14 @@ def test_they_are_outputs_and_stand_where_the_original_leaves_them() -> None:
     model: Any = Model()
     captured = capture(model, (x,), outputs=None)
     assert captured.returned is not None and captured.guards is not None
-    assert len(captured.returned.names) == 1 and len(captured.program.outputs) == 5  # two places hold one tensor
+    assert len(captured.returned.names) == 1 and len(captured.program.outputs) == 6  # two places hold one tensor
     other = x + 1
     for given in (x, other):
         captured.guards.leave(outputs_of(captured, given))
-        ours = [model.size, model.table["state"], *model.states, FOUND["state"]]
-        assert type(model.number) is LeftOut and captured.guards.changed() is None
+        ours = [model.size, model.table["state"], *model.states, FOUND["state"], model.number]
+        assert type(model.number) is float and captured.guards.changed() is None
         model(given)
-        theirs = [model.size, model.table["state"], *model.states, FOUND["state"]]
+        theirs = [model.size, model.table["state"], *model.states, FOUND["state"], model.number]
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b)
         model.cache = None  # as the program found it

@@ -43,7 +43,8 @@ Loss = Callable[[Any], torch.Tensor] | None
 class TracedCall:
     """The traced call of a model. changes: what it changed outside of registries. own_gradients: custom autograd functions and hooks
     that ran. drawn: the generators other than torch's that it drew from. answers: what it asked of the model's state. shows: a line that
-    prints or logs a tensor; "" if there is none. attributes: what it asked for of parameters and buffers."""
+    prints or logs a tensor; "" if there is none. attributes: what it asked for of parameters and buffers. numbers: the places at which it
+    left a number that is made of a tensor."""
 
     exported: ExportedProgram
     changes: tuple[Change, ...]
@@ -54,6 +55,7 @@ class TracedCall:
     answers: Answers = NONE
     shows: str = ""
     attributes: tuple[Asked, ...] = ()
+    numbers: frozenset[str] = frozenset()
 
     @property
     def hooks(self) -> list[str]:
@@ -92,6 +94,7 @@ def traced(
     return TracedCall(
         exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=ends[-1].returns,
         returned=ends[-1].returned, answers=ends[-1].answers, shows=ends[-1].shows, attributes=attributes.asked,
+        numbers=ends[-1].numbers,
     )  # fmt: skip
 
 
@@ -139,19 +142,23 @@ def _keeps_no_data(values: list[Any], depth: int) -> bool:
 def observed(
     model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trainable: tuple[torch.Tensor, ...] | None,
     *, outputs: bool = False, frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (), leaves: Sequence[str] = (),
+    appended: Sequence[list[Any]] = (),
 ) -> Calls | None:  # fmt: skip
     """The model called twice: to be compared with the program, which needs gradients of `trainable`; without these (None: no data, or
-    no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see. frozen, scales, leaves:
-    as of `call_twice`."""
+    no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see. frozen, scales, leaves,
+    appended: as of `call_twice`."""
     if trainable is not None:
         return call_twice(
             model, loss, inputs, start, trainable, traced=found.changes, compare=True, outputs=outputs, frozen=frozen, scales=scales,
-            answers=found.answers, leaves=leaves,
+            answers=found.answers, leaves=leaves, appended=appended, numbers=found.numbers,
         )  # fmt: skip
     if not found.changes:
         return None
     try:
-        return call_twice(model, loss, inputs, start, traced=found.changes, outputs=outputs, frozen=frozen, answers=found.answers)
+        return call_twice(
+            model, loss, inputs, start, traced=found.changes, outputs=outputs, frozen=frozen, answers=found.answers, appended=appended,
+            numbers=found.numbers,
+        )  # fmt: skip
     except CaptureError as e:
         if e.__cause__ is None:
             raise

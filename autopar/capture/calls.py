@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import generators
 from autopar.capture.answers import NONE, Answers
+from autopar.capture.appended import Appended, appended_between, only_appended_to
 from autopar.capture.around import as_called
-from autopar.capture.counted import counts_between, only_added_to
+from autopar.capture.counted import counts_between, not_read, only_added_to
 from autopar.capture.export import FAILURES, left_at, objective_of
 from autopar.capture.follow import storage_of
 from autopar.capture.held import ABSENT, Opaque, Shape
@@ -62,9 +63,10 @@ class Call:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calls:
     """calls: in order. settled: what the first call changed and the second left. written: what each call replaces by a new tensor
-    and none reads before that. counted: numbers to which each call adds, and which none reads. left: what a call leaves of all three.
-    set_back: the buffers that were given their first values again before the second call, so that it was answered as the first was. made:
-    those of `settled` that are buffers of the state_dict, by name. said: what each prints and logs."""
+    and none reads before that. counted: numbers to which each call adds, lists to which it appends, and numbers that it makes of tensors,
+    which none reads. left: what a call leaves of all these. set_back: the buffers that were given their first values again before the
+    second call, so that it was answered as the first was. made: those of `settled` that are buffers of the state_dict, by name. said: what
+    each prints and logs."""
 
     calls: tuple[Call, ...]
     settled: tuple[Change, ...]
@@ -125,15 +127,18 @@ def call_twice(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, parameters: tuple[torch.Tensor, ...] = (),
     *, traced: tuple[Change, ...] = (), reseed: bool = True, compare: bool = False, outputs: bool = False,
     frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (), answers: Answers = NONE,
-    leaves: Sequence[str] = (),
+    leaves: Sequence[str] = (), appended: Sequence[list[Any]] = (), numbers: Collection[str] = (),
 ) -> Calls:  # fmt: skip
     """Calls the model twice, and leaves everything as it was. start: a State of it now. traced: what the trace of a call changed. compare:
     gradients are taken, of `parameters` and of the inputs that require one. outputs: what else the model returns is kept too. reseed:
     Python and numpy draw as they do for the program that is compared; else as the caller has set them. frozen: the frozen parameters to
     which the program writes, by name. scales: by which the loss is multiplied for further gradients. answers: what the trace was told of
     the model's state: the second call is told the same. leaves: places of which the tensors that a call leaves there are outputs too.
+    appended: lists to which each call appends, and which are empty before. numbers: the places at which the trace left a number that is
+    made of a tensor.
 
-    Raises CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its inputs or to other parameters.
+    Raises Appended for other such lists, CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its
+    inputs or to other parameters.
     """
     frozen = frozen or {}
     calls, states, writes, into, said = [], [start], [_writes(model)], list[frozenset[str]](), list[Sequence[Said]]()
@@ -142,6 +147,8 @@ def call_twice(
     moved_before = {name: p for name, p in model.named_parameters() if name in answers.written_names}
     with _as_before(model, start, (*frozen.values(), *moved_before.values())):
         for number in (0, 1):
+            for items in appended:
+                items.clear()
             if number and answers.changed_of(model):
                 set_back = _set_back(_held(model, frozen, answers.names), first_values)
             given = copied(inputs)
@@ -186,18 +193,31 @@ def call_twice(
             counts = next((x for some in tried if (x := only_added_to(some, lambda: _called(model, loss, inputs)))), [])
         for count in counts:
             del moved[count.path]
+        grown = appended_between(start, first, second)
+        if lists := only_appended_to(grown, lambda: _called(model, loss, inputs)):
+            raise Appended(lists)
+        paths = frozenset(held.path for held in first.held if any(held.holder is items for items in appended))
+        made_of_tensors = {path for path in numbers if _is_in(path, paths)}
+        made_of_tensors |= not_read({*numbers} - made_of_tensors, second, lambda: _called(model, loss, inputs))
+        moved = {path: change for path, change in moved.items() if path not in made_of_tensors}
         written = refuse_changing(type(model).__name__, list(moved.values()), read, given=outputs)
-        left = left_by(start, first, written, traced, counts)
+        left = left_by(start, first, written, traced, counts, paths)
         made_here = made_of(settled, in_the_state(model))
     once = [c.path for c in settled if isinstance(c.after, torch.Tensor)]
     once += [name for name, was in writes[0].items() if writes[1][name] != was and writes[1][name] == writes[2][name]]
     once += [name for name in frozen if name in into[0] and name not in into[1]]
     computed = _computed(model, loss, inputs, start, once, calls[0], frozen)
-    refuse_once(type(model).__name__, [*numbers_once(settled, traced, start), *computed])
+    kept = [c for c in settled if c.path not in made_of_tensors]
+    refuse_once(type(model).__name__, [*numbers_once(kept, traced, start), *computed])
     return Calls(
-        calls=tuple(calls), settled=settled, written=written, counted=tuple(c.path for c in counts), left=left, set_back=set_back,
-        made=made_here, said=tuple(said),
+        calls=tuple(calls), settled=settled, written=written, left=left, counted=(*(c.path for c in counts), *paths, *made_of_tensors),
+        set_back=set_back, made=made_here, said=tuple(said),
     )  # fmt: skip
+
+
+def _is_in(path: str, lists: Collection[str]) -> bool:
+    """Whether a place is in one of these lists."""
+    return any(path.startswith(f"{name}[") for name in lists)
 
 
 def _scaled(
@@ -275,9 +295,11 @@ def _computed(
         return [path for path in paths if watch.has(made.get(path))]
 
 
-def refuse_changing(name: str, changes: list[Change], read: set[str], *, given: bool = False) -> tuple[str, ...]:
+def refuse_changing(
+    name: str, changes: list[Change], read: set[str], *, given: bool = False, outputs_would_do: bool = False
+) -> tuple[str, ...]:
     """The paths at which each call puts a new tensor that no call reads. CaptureError if anything else is among the changes. given: the
-    parallel module can give what is put there."""
+    parallel module can give what is put there. outputs_would_do: it could, if it gave all outputs."""
     written, wrong = [], []
     for change in changes:
         if (given or of_a_module(change.path)) and _is_output(change) and change.path not in read:
@@ -287,12 +309,16 @@ def refuse_changing(name: str, changes: list[Change], read: set[str], *, given: 
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         grows = any(isinstance(c.before, Shape) and isinstance(c.after, Shape) and c.before.size != c.after.size for c in wrong)
-        remedy = (
-            "return what is kept there (with outputs='all'), and let the loop keep it"
-            if grows or all(isinstance(c.after, torch.Tensor) and _is_output(c) and c.path not in read for c in wrong)
-            else "keep it in a tensor registered as a buffer (register_buffer; buffers are followed when the forward assigns or changes "
-            "them), or change it outside of the forward: let the loop set it before the call"
-        )
+        tensors = all(isinstance(c.after, torch.Tensor) and _is_output(c) and c.path not in read for c in wrong)
+        if outputs_would_do or (tensors and not given):
+            remedy = "compile with outputs='all', which leaves tensors there, and numbers that are an element of one"
+        elif grows:
+            remedy = "return what is kept there (with outputs='all'), and let the loop keep it"
+        else:
+            remedy = (
+                "keep it in a tensor registered as a buffer (register_buffer; buffers are followed when the forward assigns or changes "
+                "them), or change it outside of the forward: let the loop set it before the call"
+            )
         raise CaptureError(
             f"each call of {name} changes {'; '.join(map(str, wrong[:3]))}{more}: state that is not in a buffer, which a graph does not "
             f"have\n  what to do: {remedy}"

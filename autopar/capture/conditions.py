@@ -90,11 +90,18 @@ def must_be(frame: FrameType, *, by_item: bool = False) -> bool | None:
 
 def is_only_kept(frame: FrameType) -> bool:
     """Whether the line that runs in a frame, which makes a number of a tensor by float(), does nothing with it but keep it under an
-    attribute, or in a container under one."""
+    attribute, in a container under one, or at the end of a list."""
     tree, line = _parsed(frame.f_code.co_filename), frame.f_lineno
     made = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _holds(n, line) and _is_float(n)] if tree else []
-    kept = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and _holds(n, line) and all(map(_is_place, n.targets))] if tree else []
-    return bool(made) and {id(n) for n in made} <= {id(n.value) for n in kept}
+    nodes = ast.walk(tree) if made and tree else ()
+    statements = [n for n in nodes if isinstance(n, ast.Assign | ast.Call) and _holds(n, line)]
+    kept = [n.value for n in statements if isinstance(n, ast.Assign) and all(map(_is_place, n.targets))]
+    kept += [x for n in statements if isinstance(n, ast.Call) and _appends(n) for x in n.args]
+    return bool(made) and {id(n) for n in made} <= set(map(id, kept))
+
+
+def _appends(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "append"
 
 
 def _is_float(call: ast.Call) -> bool:

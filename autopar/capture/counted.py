@@ -7,47 +7,37 @@ all else that is asked of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import CellType
 from typing import Any, NamedTuple, NoReturn
 
 from autopar.capture.export import FAILURES
-from autopar.capture.held import ABSENT, Held, child, contents, put_back
+from autopar.capture.held import ABSENT, Place
 from autopar.capture.state import Change, State
 from autopar.run.outputs import found_in
 
-__all__ = ["Count", "counts_between", "only_added_to"]
+__all__ = ["Count", "counts_between", "not_read", "only_added_to"]
 
 
 Number = int | float
 
 
 class Count(NamedTuple):
-    """A number that each call of a model adds to. held: what holds it, under `key`; of a closure there is no key. seen: what it was before
-    and after a call. amounts: what a call adds, one after the other."""
+    """A number that each call of a model adds to. seen: what it was before and after a call. amounts: what a call adds, one after the
+    other."""
 
-    held: Held
-    key: Any
+    place: Place
     seen: tuple[Number, Number] = (0, 0)
     amounts: tuple[Number, ...] = ()
 
     @property
     def path(self) -> str:
-        return self.held.path if self.key is None else child(self.held, self.key)
-
-    def now(self) -> Any:
-        """What stands there; ABSENT for nothing."""
-        found = contents(self.held.holder, None if self.key is None else frozenset({self.key}))
-        return found if self.key is None else found.get(self.key, ABSENT)
-
-    def put(self, value: object) -> None:
-        keys = None if self.key is None else frozenset({self.key})
-        put_back(self.held._replace(items=value if keys is None else {self.key: value}, keys=keys))
+        return self.place.path
 
     def add(self) -> None:
         """As a call of the original does."""
-        now = self.now()
-        self.put(_after(0 if now is ABSENT else now, self.amounts))
+        now = self.place.now()
+        self.place.put(_after(0 if now is ABSENT else now, self.amounts))
 
 
 def _after(number: Number, amounts: Sequence[Number]) -> Number:
@@ -104,9 +94,9 @@ def _numbers(state: State) -> Iterator[Count]:
     for held in state.held:
         if isinstance(held.holder, CellType):
             if type(held.items) in (int, float):
-                yield Count(held, None)
+                yield Count(Place(held, None))
         elif isinstance(held.items, dict) and not held.table:
-            yield from (Count(held, key) for key, value in held.items.items() if type(value) in (int, float))
+            yield from (Count(Place(held, key)) for key, value in held.items.items() if type(value) in (int, float))
 
 
 def _grown(before: object, after: object) -> Number | None:
@@ -115,17 +105,32 @@ def _grown(before: object, after: object) -> Number | None:
     return after if before is ABSENT else after - before  # type: ignore[operator, return-value]
 
 
+def not_read(paths: Collection[str], state: State, call: Callable[[], Any]) -> frozenset[str]:
+    """Of the places of numbers, those that a call of the model sets anew and does not read. state: of now."""
+    asked: set[str] = set()
+    places = [count.place for count in _numbers(state) if count.path in paths]
+    stands = [_Added(asked, place.path, float) for place in places]
+    for place, stand in zip(places, stands, strict=True):
+        place.put(stand)
+    try:
+        if places:
+            call()
+    except FAILURES:
+        return frozenset()
+    return frozenset(place.path for place in places if place.path not in asked and type(place.now()) is not _Added)
+
+
 def only_added_to(counts: Sequence[Count], call: Callable[[], Any]) -> list[Count]:
     """Those that a call of the model, which gives what it returns, does not read, with what it adds to them, if there is no other among
     them."""
     asked: set[str] = set()
     for count in counts:
-        count.put(_Added(asked, count.path, type(count.seen[1])))
+        count.place.put(_Added(asked, count.path, type(count.seen[1])))
     try:
         returned = [x for x in found_in(call()) if type(x) is _Added]
     except FAILURES:  # of what was read, the model's own code does
         return []
-    now = [(count, count.now()) for count in counts]
+    now = [(count, count.place.now()) for count in counts]
     added = [(c, x.amounts) for c, x in now if type(x) is _Added and x.path == c.path]
     grown = [c._replace(amounts=amounts) for c, amounts in added if _after(c.seen[0], amounts) == c.seen[1]]
     return grown if len(grown) == len(counts) and not asked and not returned else []

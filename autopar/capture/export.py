@@ -26,6 +26,7 @@ from autopar.capture.around import as_called
 from autopar.capture.attributes import Attributes
 from autopar.capture.cumulative import weighed_by_tensors
 from autopar.capture.follow import Ask, AtTheBorder, Registries, follow
+from autopar.capture.held import Opaque
 from autopar.capture.hidden import Hidden
 from autopar.capture.infer import states_of_lstms
 from autopar.capture.source import in_library, module_of
@@ -49,13 +50,14 @@ FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameEr
 class End:
     """How a traced call ended. state: what the model held. returns: what it returned, in words; "" for what is the loss. returned: its
     structure, where that was asked for. answers: what it asked of the model's state. shows: a line that prints or logs a tensor; "" if
-    there is none."""
+    there is none. numbers: the places at which it left a number that is made of a tensor."""
 
     state: State
     returns: str
     returned: Returned | None
     answers: Answers
     shows: str = ""
+    numbers: frozenset[str] = frozenset()
 
 
 class Step(nn.Module):
@@ -74,8 +76,8 @@ class Step(nn.Module):
     ) -> None:  # fmt: skip
         """start: what the model holds now. ends: takes how each call ends (torch.export sets attributes of modules back). ask: as of
         AtTheBorder. attributes: of the model's tensors. hidden: what is hidden of the model while it is exported. answers: what its state
-        alone decides is told; sizes: also where it is a size. leaves: the places at which a call leaves a tensor that is one of its outputs
-        too. inputs: those of the call, with their values. numbers: those that they alone decide are told."""
+        alone decides is told; sizes: also where it is a size. leaves: the places at which a call leaves a tensor, or a number of one, that
+        is one of its outputs too. inputs: those of the call, with their values. numbers: those that they alone decide are told."""
         super().__init__()
         hidden = hidden or Hidden(())
         self.model = model
@@ -98,7 +100,7 @@ class Step(nn.Module):
             try:
                 with attributes.told(), hidden.watched(), traced_as_kept(), self.border, as_called((args, kwargs)) as said:
                     output = model(*args, **kwargs)
-                    left = left_at(leaves, model, loss, start)
+                    left = left_at(leaves, model, loss, start, self.border.numbers)
                     result, own = objective_of(output, loss, outputs, left)
                 others: tuple[torch.Tensor, ...] = ()
                 returned = None
@@ -109,7 +111,9 @@ class Step(nn.Module):
                         returned, others = taken_apart(output, result, own_loss=own, held=containers)
                         returned = replace(returned, into=written_into(output, given))
                     shows = self.border.shows if said else ""
-                    ends.append(End(end := State.take(model, loss, start), returns, returned, tape.answers(), shows))
+                    end = State.take(model, loss, start)
+                    numbers = frozenset(path for path, leaf in end.leaves.items() if id(_number(leaf)) in self.border.numbers)
+                    ends.append(End(end, returns, returned, tape.answers(), shows, numbers))
                     assigned = registries.assigned()
                     kept = (result, *others, *left, *(a.new for a in assigned), *end.tensors.values())
                     tape.use(kept, "the end of the forward")
@@ -124,16 +128,34 @@ class Step(nn.Module):
 
 
 def left_at(
-    paths: Sequence[str], model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State
-) -> tuple[torch.Tensor, ...]:
-    """The tensors that a call of the model has left at some places. CaptureError if there is none at one of them. start: before it."""
+    paths: Sequence[str], model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State,
+    numbers: Mapping[int, tuple[object, torch.Tensor]] | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The tensors that a call of the model has left at some places; of a number one of one element. CaptureError if there is none at one
+    of them. start: before it. numbers: of what those are made that are left in a trace, by their ids."""
     if not paths:
         return ()
     with torch._C.DisableTorchFunction():
-        found = State.take(model, loss, start).tensors
-    if missing := [path for path in paths if path not in found]:
+        leaves = State.take(model, loss, start).leaves
+    found = [_tensor_of(leaves.get(path), numbers) for path in paths]
+    if missing := [path for path, tensor in zip(paths, found, strict=True) if tensor is None]:
         raise CaptureError(f"{type(model).__name__} leaves a tensor in {missing[0]} in some calls, and not in others")
-    return tuple(found[path] for path in paths)
+    return tuple(tensor for tensor in found if tensor is not None)
+
+
+def _tensor_of(leaf: object, numbers: Mapping[int, tuple[object, torch.Tensor]] | None) -> torch.Tensor | None:
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    number = _number(leaf)
+    if numbers is not None:
+        return numbers[id(number)][1] if id(number) in numbers else None
+    if type(number) is float:
+        return torch.tensor(number, dtype=torch.float64)
+    return torch.tensor(number, dtype=torch.int64) if type(number) is int else None
+
+
+def _number(leaf: object) -> object:
+    return leaf.value if isinstance(leaf, Opaque) else leaf
 
 
 def objective_of(

@@ -6,7 +6,6 @@ new value is copied into the old tensor, which the registry gets back. What a gr
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -176,7 +175,8 @@ class AtTheBorder(TorchFunctionMode):
     Tensors that require a gradient and are not the model's as the trace knows it are refused: a graph holds such a tensor as a
     constant. `.data` is traced as what it does: a detached alias, and a write to it. differentiates: a line that asks for gradients; "" if
     there is none. asked: of each condition on a value that can only raise its line, and what tells that it holds. shows: a line that makes
-    text of a tensor's values; "" if there is none.
+    text of a tensor's values; "" if there is none. numbers: by its id, each number that was made of a tensor, and that as a tensor of one
+    element.
     """
 
     def __init__(self, names: Mapping[int, str], ask: Ask, tape: Tape) -> None:
@@ -186,6 +186,7 @@ class AtTheBorder(TorchFunctionMode):
         self._names, self._ask, self._tape = names, ask, tape
         self.differentiates = self.shows = ""
         self.asked: list[tuple[str, torch.Tensor]] = []
+        self.numbers: dict[int, tuple[object, torch.Tensor]] = {}
         self._truths, self._chances = Truths(), Chances()
 
     def __torch_function__(
@@ -225,7 +226,7 @@ class AtTheBorder(TorchFunctionMode):
         if (known := self._tape.answer(func, args)) is not None:
             return known[0]
         if func is torch.Tensor.__float__ and isinstance(args[0], FakeTensor) and is_only_kept(asking(1)):
-            return math.nan  # where a call of the model leaves another number
+            return self._number(float("nan"), args[0], torch.float64)  # where a call of the model leaves another number
         if func == _READS_DATA and isinstance(args[0], FakeTensor):
             return self._alias(args[0])
         if func == _SETS_DATA and isinstance(args[0], FakeTensor) and _type(args[0]) == _type(args[1]):
@@ -261,10 +262,18 @@ class AtTheBorder(TorchFunctionMode):
         call = self._tape.before(func, args, kwargs)
         result = func(*args, **kwargs)
         self._tape.after(call, result)
+        if func is torch.Tensor.item and isinstance(result, torch.SymFloat | torch.SymInt):
+            self._number(result, args[0], torch.float64 if isinstance(result, torch.SymFloat) else torch.int64)
         self._chances.note(func, args, kwargs, result)
         if not kwargs:
             self._truths.note(func, args, result)
         return result
+
+    def _number(self, number: Any, of: torch.Tensor, dtype: torch.dtype) -> Any:
+        """The number, of which is noted of what it was made, as that is now."""
+        with torch.no_grad():
+            self.numbers[id(number)] = number, of.detach().reshape(()).to(dtype, copy=True)
+        return number
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         call = self._tape.before(torch.Tensor.detach, (tensor,), {})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from itertools import repeat
 from types import CellType
@@ -108,16 +108,18 @@ class Guards:
         """What calls print and log."""
         self._sayings = sayings
 
-    def given(self, names: Mapping[str, str]) -> None:
-        """The places of tensors that the forward leaves, and the outputs of the program that they are."""
-        self._given = names
+    def given(self, names: Mapping[str, str], numbers: Collection[str]) -> None:
+        """The places of tensors, and of numbers, that the forward leaves, and the outputs of the program that they are. numbers: places of
+        these."""
+        self._given, self._numbers_left = names, frozenset(numbers)
 
     def leave(self, outputs: Mapping[str, torch.Tensor]) -> None:
         """After a call: what the forward leaves in attributes and containers is there, and what it prints and logs is said. outputs: of
         the program, by name."""
         self._sayings.again()
         if self._left is not None:
-            self._left.put({path: outputs[name] for path, name in self._given.items() if name in outputs})
+            found = {path: outputs[name] for path, name in self._given.items() if name in outputs}
+            self._left.put({path: t.item() if path in self._numbers_left else t for path, t in found.items()})
 
     def reads(self, name: str) -> bool:
         """Whether code of the model may read what has a name: an attribute, a global, a key."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
-    "ABSENT", "EMPTY", "EXACTLY", "KEPT", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Order", "Shape", "Taken", "Value",
+    "ABSENT", "EMPTY", "EXACTLY", "KEPT", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Order", "Place", "Shape", "Taken", "Value",
     "child", "contents", "describe", "is_plain", "keys_of", "order_of", "put_back", "same", "shown_key", "value_of",
 ]  # fmt: skip
 
@@ -112,6 +112,26 @@ class Held(NamedTuple):
     items: Any
     keys: frozenset[str] | None = None
     table: str = ""
+
+
+class Place(NamedTuple):
+    """Where something stands in a container. key: under which; None of a closure, which holds one thing."""
+
+    held: Held
+    key: Any
+
+    @property
+    def path(self) -> str:
+        return self.held.path if self.key is None else child(self.held, self.key)
+
+    def now(self) -> Any:
+        """What stands there; ABSENT for nothing."""
+        found = contents(self.held.holder, None if self.key is None else frozenset({self.key}))
+        return found if self.key is None else found.get(self.key, ABSENT)
+
+    def put(self, value: object) -> None:
+        keys = None if self.key is None else frozenset({self.key})
+        put_back(self.held._replace(items=value if keys is None else {self.key: value}, keys=keys))
 
 
 def child(held: Held, key: Any) -> str:

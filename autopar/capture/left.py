@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from autopar.capture.counted import Count
-from autopar.capture.held import ABSENT, Held, Opaque, child, is_plain, put_back, same
+from autopar.capture.held import ABSENT, Held, Opaque, Place, child, is_plain, put_back, same
 from autopar.capture.reach import loaded_in
 from autopar.capture.state import Change, State
 from autopar.capture.walk import TABLES
@@ -30,15 +30,27 @@ _COMPUTED = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers of a trace
 
 
 class Left:
-    """held: attributes and containers, and what a call leaves in them. paths: where that is. owners: of containers, what holds them under
-    which key: the loop may have put another there, which the original would have filled. counts: to which a call adds."""
+    """held: attributes and containers, and what a call leaves in them. paths: where that is. owners: of containers, where they stand: the
+    loop may have put another there, which the original would have filled. counts: to which a call adds. appended: the paths of lists to
+    which a call appends what it leaves."""
 
     def __init__(
-        self, held: tuple[Held, ...], paths: frozenset[str], owners: Mapping[int, tuple[Any, Any]], counts: Sequence[Count]
-    ) -> None:
+        self, held: tuple[Held, ...], paths: frozenset[str], owners: Mapping[int, Place], counts: Sequence[Count],
+        appended: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
         self._held = [(one, owners.get(id(one.holder))) for one in held]
-        self._paths, self._counts = paths, counts
+        self._paths, self._counts, self._appended = paths, counts, appended
         self._given: dict[int, Any] = {}  # what was put last, by the place in `held`
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """The places of tensors, and of numbers made of them."""
+        return frozenset(path for held, _ in self._held for path in _left_out(held.items))
+
+    @property
+    def appended(self) -> frozenset[str]:
+        """Those of them that a call appends to a list."""
+        return frozenset(path for held, _ in self._held if held.path in self._appended for path in _left_out(held.items))
 
     def holds(self, path: str) -> bool:
         """Whether something is left at a path."""
@@ -56,24 +68,34 @@ class Left:
             found = holders.get((one.path, type(one.holder)), [])
             return one if id(one.holder) in there or len(found) != 1 else one._replace(holder=found[0])
 
-        self._held = [(now(one), owner if owner is None or id(owner[0]) in there else None) for one, owner in self._held]
-        self._counts = [count._replace(held=now(count.held)) for count in self._counts]
+        self._held = [(now(one), owner if owner is None or id(owner.held.holder) in there else None) for one, owner in self._held]
+        self._counts = [count._replace(place=count.place._replace(held=now(count.place.held))) for count in self._counts]
 
-    def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """tensors: of this call, by their places."""
+    def put(self, tensors: Mapping[str, torch.Tensor | int | float]) -> None:
+        """tensors: of this call, and numbers, by their places."""
         for place, (held, owner) in enumerate(self._held):
             given = self._given.get(place)
             if given is None or tensors or not _alike(given, held.items):  # the loop may have changed what it was given
                 given = self._given[place] = _anew(held.items, tensors)
-            now = held.holder if owner is None else owner[0].get(owner[1])
+            now = held.holder if owner is None else owner.now()
             there = held.holder if type(now) is not type(held.holder) else now
-            put_back(held._replace(holder=there, items=given))
+            if held.path in self._appended:
+                there.extend(_anew(held.items, tensors))
+            else:
+                put_back(held._replace(holder=there, items=given))
         for count in self._counts:
             count.add()
 
 
-def _anew(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The same in new containers, with tensors in the place of what stands for them."""
+def _left_out(value: Any) -> Iterator[str]:
+    if type(value) is LeftOut:
+        yield vars(value)["_path"]
+    for x in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, deque)) else ():
+        yield from _left_out(x)
+
+
+def _anew(value: Any, tensors: Mapping[str, Any]) -> Any:
+    """The same in new containers, with tensors and numbers in the place of what stands for them."""
     if type(value) is LeftOut:
         return tensors.get(vars(value)["_path"], value)
     if type(value) in (dict, OrderedDict):
@@ -94,19 +116,23 @@ def _alike(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(_alike, a, b))
 
 
-def left_by(start: State, first: State, written: Sequence[str], traced: Iterable[Change], counts: Sequence[Count]) -> Left:
+def left_by(
+    start: State, first: State, written: Sequence[str], traced: Iterable[Change], counts: Sequence[Count], appended: frozenset[str]
+) -> Left:
     """start, first: before and after a call of the original. written: the paths at which each call leaves a tensor of its own. traced:
-    what the trace of a call changed: a number that is another there is computed from values of the inputs. counts: to which it adds."""
+    what the trace of a call changed: a number that is another there is computed from values of the inputs. counts: to which it adds.
+    appended: the paths of lists to which it appends."""
     comparison = _Comparison(start, first, written, {c.path: c.after for c in traced}, frozenset(c.path for c in counts))
     held = tuple(comparison.held())
     owners = {
-        id(value): (one.holder, key)
+        id(value): Place(one, key)
         for one in first.held
         if isinstance(one.holder, dict) and isinstance(one.items, dict) and not one.table
         for key, value in one.items.items()
         if isinstance(value, (list, dict, deque))
     }
-    return Left(held, frozenset(comparison.paths), owners, counts)
+    owners |= {id(one.items): Place(one, None) for one in first.held if isinstance(one.holder, CellType) and isinstance(one.items, list)}
+    return Left(held, frozenset(comparison.paths), owners, counts, appended)
 
 
 class _Comparison:

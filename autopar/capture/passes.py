@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.answers import NONE, Answers
+from autopar.capture.appended import Appended, emptied
 from autopar.capture.applied import keeping_what_runs_again
 from autopar.capture.around import as_not_traced, capturing, check_told, said_otherwise
 from autopar.capture.aside import sparse_buffers_aside
@@ -151,16 +152,22 @@ def _captured_and_checked(
         with as_not_traced() as traced:
             try:
                 return _captured(model, example, loss, dtype=dtype, **how, **more)
-            except (BufferMade, NoLoss, OtherGradients, SparseGradients):
+            except (Appended, BufferMade, NoLoss, OtherGradients, SparseGradients):
                 raise
             except CaptureError:
                 if not traced.asked:
                     raise
         return _captured(model, example, loss, dtype=dtype, **how, **more)  # what it does where it is traced
 
+    appended: list[list[Any]] = []
+
     def once(example: Inputs, **more: Any) -> Captured:
         try:
-            found = at_once(example, **more)
+            with emptied(appended):
+                found = at_once(example, appended=tuple(appended), **more)
+        except Appended as error:
+            appended.extend(error.lists)
+            return once(example, **more)
         except BufferMade as error:
             begun = functools.partial(once, example, **more)
             return as_a_call_leaves_it(model, loss, inputs_in(dtype, example), begun, dtype=dtype, error=error)
@@ -202,10 +209,12 @@ def _captured(
     model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, most: float, outputs: bool | None,
     dtype: torch.dtype | None, written: Collection[str], trains: bool, sizes: bool, as_written: OwnGradients | None = None,
     places: tuple[str, ...] = (), beside: Callable[[Arguments], Captured] | None = None, asked_of: Inputs,
+    appended: tuple[list[Any], ...] = (),
 ) -> Captured:  # fmt: skip
     """What `capture` gives. most: how much work a pass may be that is compared with the model; 0: none is, TooMuchWork if it is more.
     as_written: what runs as it is written. places: those of which the program gives the tensors that a call leaves there; without them,
-    those that it could give are in `given`. beside: as of `capture`. asked_of: the example as the user gave it."""
+    those that it could give are in `given`. beside: as of `capture`. asked_of: the example as the user gave it. appended: lists to which
+    calls append, and which are empty."""
     args, kwargs = example
     check_inputs(model, example)
     infer = Inference()
@@ -262,7 +271,8 @@ def _captured(
                 raise OtherGradients(f"{function} has another backward than autograd's in the forward of {program.name}")
         scales = SCALES if found.own_gradients else ()
         calls = observed(
-            model, loss, inputs, start, found, compared, outputs=found.returned is not None, frozen=frozen, scales=scales, leaves=places
+            model, loss, inputs, start, found, compared, outputs=found.returned is not None, frozen=frozen, scales=scales, leaves=places,
+            appended=appended,
         )  # fmt: skip
         left = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None, frozen=frozen)
         refuse_left(dict[str, Any](trace.tensors).values(), left)
@@ -283,7 +293,7 @@ def _captured(
                 f"the forward of {program.name} computes gradients of its own ({', '.join(unseen)}), which a "
                 f"graph of operators does not show\n  what to do: {remedy}, so that they are compared"
             )
-    could = _given(program.name, found, left)
+    could = _given(program.name, found, left, calls)
     left_out = tuple(path for path in left if path not in places)
     if left_out:
         listed = ", ".join(left_out[:5]) + (f" and {len(left_out) - 5} more" if len(left_out) > 5 else "")
@@ -297,7 +307,7 @@ def _captured(
         said = f"the batch chooses, at {'; '.join(asked_of_inputs)}: one of another answer is captured when it first comes"
         program = program.replace(notes=(*program.notes, said))
     ours = trace.returned[len(trace.returned) - len(places) :] if places else ()
-    guards.given(dict(zip(places, ours, strict=True)))
+    guards.given(dict(zip(places, ours, strict=True)), found.numbers)
     if around.asked or not (trains or trace.metas[trace.loss].type.grad):
         guards.ask_for(around.mode)
     moved = [b.fqn for b in program.buffers if b.mutated and b.fqn is not None]
@@ -358,14 +368,17 @@ def _inner(program: Program) -> frozenset[str]:
     return frozenset(inner)
 
 
-def _given(name: str, found: TracedCall, left: Collection[str]) -> tuple[str, ...]:
-    """Of the places at which a call leaves a tensor, those of which the program can give it. CaptureError if one that is no attribute is
-    not among them: something else reads there. name: of the model."""
-    made = [c for c in found.changes if c.path in left and isinstance(c.after, torch.Tensor)] if found.returned is not None else []
-    given = tuple(c.path for c in made)
-    if lost := [path for path in left if not (path in given or of_a_module(path))]:
+def _given(name: str, found: TracedCall, left: Collection[str], calls: Calls | None) -> tuple[str, ...]:
+    """Of the places at which a call leaves a tensor, or a number made of one, those of which the program can give it. CaptureError if one
+    that is no attribute is not among them: something else reads there. name: of the model. left: of tensors."""
+    numbers = sorted(found.numbers & calls.left.left_out) if calls is not None else []
+    made = [c.path for c in found.changes if c.path in left and isinstance(c.after, torch.Tensor)]
+    given = (*made, *numbers) if found.returned is not None else ()
+    appended = calls.left.appended if calls is not None else frozenset()
+    if lost := [path for path in dict.fromkeys((*left, *appended)) if not (path in given or of_a_module(path))]:
         changes = [c for c in found.changes if c.path in lost]
-        refuse_changing(name, changes or [Change(lost[0], ABSENT, "what it computes")], set())
+        changes = changes or [Change(lost[0], ABSENT, "what it computes")]
+        refuse_changing(name, changes, set(), given=found.returned is not None, outputs_would_do=found.returned is None)
     return given
 
 

@@ -22,7 +22,8 @@ class LeftOut:
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise AttributeError(
             f"{self.__dict__['_path']}: the original's forward leaves there what it computes, and the parallel module does not. Return the "
-            f"tensor from forward, or compile with outputs='all', which leaves tensors there (no numbers that are made of one)"
+            f"tensor from forward, or compile with outputs='all', which leaves tensors there, and numbers that are an element of one "
+            f"(x.item(), float(x); none that is computed of these)"
         )
 
     @classmethod

@@ -1,0 +1,129 @@
+"""Lists to which a forward, or a hook on a layer, appends and which no code of a call reads: activations that are looked at after it,
+losses on the way. To a program they are empty before each call; the parallel module appends what a call has put there.
+
+Whether a list is read is found out by a call of the model in which something stands in its place to which can be appended, and which tells
+of all else that is asked of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from types import CellType
+from typing import Any, NamedTuple, NoReturn
+
+from autopar.capture.export import FAILURES
+from autopar.capture.held import Place
+from autopar.capture.state import State
+from autopar.errors import CaptureError
+
+__all__ = ["Appended", "appended_between", "emptied", "only_appended_to"]
+
+
+class Appended(CaptureError):
+    """The model is to be captured with these lists empty."""
+
+    def __init__(self, lists: Sequence[list[Any]]) -> None:
+        super().__init__("each call appends to a list")
+        self.lists = tuple(lists)
+
+
+class Grown(NamedTuple):
+    """A list to which each call appends so many items. places: all that hold it, as far as can be seen."""
+
+    items: list[Any]
+    places: tuple[Place, ...]
+    more: int
+
+
+class _Stand:
+    """Stands for a list while the model is called. asked: set where anything else is asked of it, of all that a list can do."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self.asked = False
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return list
+
+    def append(self, item: object) -> None:
+        self.items.append(item)
+
+    def extend(self, items: Any) -> None:
+        self.items.extend(items)
+
+    def __iadd__(self, items: Any) -> _Stand:
+        self.items += items
+        return self
+
+    def _asked(self, *_: object, **__: object) -> NoReturn:
+        self.asked = True
+        raise TypeError("the list is read")
+
+
+for _name in vars(list):
+    if _name not in ("__new__", "__init__", "__doc__", "__getattribute__", "__class_getitem__", "append", "extend", "__iadd__"):
+        setattr(_Stand, _name, _Stand._asked)
+
+
+@contextlib.contextmanager
+def emptied(lists: Sequence[list[Any]]) -> Iterator[None]:
+    """Inside, they are empty."""
+    before = [list(items) for items in lists]
+    try:
+        for items in lists:
+            items.clear()
+        yield
+    finally:
+        for items, held in zip(lists, before, strict=True):
+            items[:] = held
+
+
+def appended_between(start: State, first: State, second: State) -> list[Grown]:
+    """The lists to which both calls, between three states, append as many items."""
+    before, between = ({id(held.holder): held.items for held in state.held} for state in (start, first))
+    found = []
+    for held in second.held:
+        if type(held.holder) is not list or id(held.holder) not in before or id(held.holder) not in between:
+            continue
+        sizes = [len(items) for items in (before[id(held.holder)], between[id(held.holder)], held.items)]
+        begins = all(a is b for a, b in zip(before[id(held.holder)], held.items)) and sizes[0] < sizes[1]
+        if begins and sizes[1] - sizes[0] == sizes[2] - sizes[1] and (places := _places(second, held.holder)):
+            found.append(Grown(held.holder, places, sizes[1] - sizes[0]))
+    return found
+
+
+def _places(state: State, items: list[Any]) -> tuple[Place, ...]:
+    found = []
+    for held in state.held:
+        if isinstance(held.holder, CellType):
+            found += [Place(held, None)] if held.items is items else []
+        elif isinstance(held.holder, dict) and isinstance(held.items, dict) and not held.table:
+            found += [Place(held, key) for key, value in held.items.items() if value is items]
+        elif isinstance(held.items, (tuple, dict)) and any(x is items for x in _values(held.items)):
+            return ()  # of a class, an object without a dict, or another list: the loop may put another there unseen
+    return tuple(found)
+
+
+def _values(items: tuple[Any, ...] | dict[Any, Any]) -> Any:
+    return items.values() if isinstance(items, dict) else items
+
+
+def only_appended_to(grown: Sequence[Grown], call: Callable[[], Any]) -> list[list[Any]]:
+    """The lists of which a call of the model reads none, and to which it appends as many items."""
+    if not grown:
+        return []
+    stands = [_Stand() for _ in grown]
+    for one, stand in zip(grown, stands, strict=True):
+        for place in one.places:
+            place.put(stand)
+    try:
+        call()
+    except FAILURES:  # of what was read, the model's own code does
+        return []
+    for one, stand in zip(grown, stands, strict=True):
+        stays = all(place.now() is stand for place in one.places)
+        if stand.asked or not stays or len(stand.items) != one.more:
+            return []
+    return [one.items for one in grown]

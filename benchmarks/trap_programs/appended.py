@@ -1,0 +1,255 @@
+"""What a forward and its hooks write down for the loop: lists that grow, activations, losses on the way, numbers to be logged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks._traps_kit import (
+    HIDDEN,
+    Compile,
+    Logits,
+    Net,
+    Normed,
+    Results,
+    batch,
+    batches,
+    program,
+    samples,
+    seeded,
+    sgd,
+    state,
+    train,
+    trained,
+)
+
+KIND = "appended"
+MORE = ("dp2tp2",)
+
+
+class Logging(Net):
+    """Keeps means of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[Any] = []
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        self.log.append(h.detach().square().mean(0))
+        return h
+
+
+def _sums(tensors: list[Tensor]) -> list[float]:
+    return [t.detach().double().sum().item() for t in tensors]
+
+
+@program(KIND, plans=MORE)
+def list_that_grows(compile: Compile) -> Results:
+    model = compile(seeded(Logging), example_inputs=batch(), outputs="all")
+    return {**trained(model), "log": _sums(model.log)}
+
+
+@program(KIND, plans=MORE)
+def list_that_the_loop_empties(compile: Compile) -> Results:
+    """Emptied after each step, replaced by another one once, evaluated in between, and begun before compile."""
+    model = seeded(Logging)
+    model(*batch(8))
+    model = compile(model, example_inputs=batch(), outputs="all")
+    optimizer, losses, seen = sgd(model), [], []
+    for step, given in enumerate(batches(4)):
+        losses += train(model, optimizer, inputs=[given])
+        with torch.no_grad():
+            model(*batch(9))
+        seen.append(_sums(model.log))
+        if step == 1:
+            model.log = []
+        else:
+            model.log.clear()
+    return {"losses": losses, "seen": torch.tensor([x for some in seen for x in some]), "sizes": [len(some) for some in seen]}
+
+
+@program(KIND, plans=MORE)
+def features_collected_by_hooks(compile: Compile) -> Results:
+    """A list of the loop, to which hooks on two layers append, with their names."""
+    features: list[tuple[str, Tensor]] = []
+    model = seeded(Net)
+    for name in ("first", "blocks.1"):
+        part = model.get_submodule(name)
+        part.register_forward_hook(lambda module, args, output, name=name: features.append((name, output.detach())))
+    model = compile(model, example_inputs=batch(), outputs="all")
+    losses = train(model)
+    return {"losses": losses, "names": [n for n, _ in features].count("first"), "features": _sums([t for _, t in features])}
+
+
+class Aside(Logits):
+    """Appends a loss of its own to a list, for the loop to add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        self.losses += [0.1 * h.square().mean()]
+        self.losses.extend([0.01 * h.abs().mean()])
+        return h
+
+
+@program(KIND, plans=MORE)
+def losses_on_the_way(compile: Compile) -> Results:
+    model = compile(seeded(Aside), example_inputs=(samples(),))
+    optimizer, losses = sgd(model), []
+    for x, y in batches(4):
+        loss = F.cross_entropy(model(x), y) + sum(model.losses)
+        model.losses.clear()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND, plans=MORE)
+def numbers_collected_by_a_hook(compile: Compile) -> Results:
+    """Registered after compile, as `.item()`."""
+    model = compile(seeded(Net), example_inputs=batch(), outputs="all")
+    seen: list[float] = []
+    model.blocks[0].register_forward_hook(lambda module, args, output: seen.append(output.detach().mean().item()))
+    return {**trained(model), "seen": seen}
+
+
+class Measured(Normed):
+    """Keeps its loss, its accuracy and the count of its hits as numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy, self.history, self.figures = 0.0, [], dict[str, Any]()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.logits(x)
+        hits = logits.argmax(1) == y
+        loss = F.cross_entropy(logits, y)
+        self.accuracy = float(hits.to(logits.dtype).mean())
+        self.history.append(loss.item())
+        self.figures["hits"] = hits.sum().item()
+        return loss
+
+
+@program(KIND, plans=MORE)
+def figures_kept_as_numbers(compile: Compile) -> Results:
+    model = compile(seeded(Measured), example_inputs=batch(), outputs="all")
+    optimizer, found = sgd(model), []
+    for given in [*batches(3), batch(5, size=7)]:
+        found += train(model, optimizer, inputs=[given])
+        found += [model.accuracy, model.figures["hits"]]
+    return {"found": found, "history": model.history, "kinds": [type(x).__name__ == "int" for x in model.figures.values()]}
+
+
+class Dropping(Net):
+    """A number that is another in each call of the same batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.shown: list[float] = []
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        loss = super().forward(x, y) * (1 + 0.1 * self.calls)
+        self.shown.append(loss.item())
+        self.last = loss.item()
+        return loss
+
+
+@program(KIND, plans=MORE)
+def numbers_of_each_call(compile: Compile) -> Results:
+    model = compile(seeded(Dropping), example_inputs=batch(), outputs="all")
+    return {"losses": train(model), "shown": model.shown, "last": model.last}
+
+
+class Reading(Net):
+    """What is appended is read in the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = [torch.zeros(HIDDEN)]
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        self.seen.append(h.detach().mean(0))
+        return h + 0.1 * self.seen[-2]
+
+
+@program(KIND)
+def list_of_which_the_last_is_used(compile: Compile) -> Results:
+    return trained(compile(seeded(Reading), example_inputs=batch(), outputs="all"))
+
+
+class Counting(Net):
+    """How much was appended is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        self.seen.append(h.detach().mean(0))
+        return h / len(self.seen)
+
+
+@program(KIND)
+def list_of_which_the_length_is_asked(compile: Compile) -> Results:
+    return trained(compile(seeded(Counting), example_inputs=batch(), outputs="all"))
+
+
+class Again(Net):
+    """Appends where torch.utils.checkpoint runs it a second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def hidden(self, x: Tensor) -> Tensor:
+        def inner(h: Tensor) -> Tensor:
+            self.seen.append(h.detach().mean(0))
+            return torch.tanh(h)
+
+        return checkpoint(inner, super().hidden(x), use_reentrant=False)
+
+
+@program(KIND)
+def list_in_a_checkpoint(compile: Compile) -> Results:
+    model = compile(seeded(Again), example_inputs=batch(), outputs="all")
+    return {"losses": train(model), "seen": _sums(model.seen)}
+
+
+@program(KIND)
+def list_under_two_names(compile: Compile) -> Results:
+    model = seeded(Logging)
+    model.other = model.log
+    model = compile(model, example_inputs=batch(), outputs="all")
+    losses = train(model)
+    return {"losses": losses, "one": model.log is model.other, "log": _sums(model.other)}
+
+
+FEATURES: list[Tensor] = []
+
+
+class Global(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        FEATURES.append(h.detach())
+        return h
+
+
+@program(KIND)
+def list_of_a_module_of_python(compile: Compile) -> Results:
+    FEATURES.clear()
+    model = compile(seeded(Global), example_inputs=batch(), outputs="all")
+    return {"losses": train(model), "features": _sums(FEATURES)}
