@@ -1,18 +1,22 @@
 """Tensors that were given to a parameter as its data or its gradient. Of a whole one each rank keeps its part of a copy, so that what is
-written to it afterwards, as to a flat buffer of which every parameter is a view, would be lost: it is refused."""
+written to it afterwards, as to a flat buffer of which every parameter is a view, would be lost: it is refused. What is written to the
+parameter reaches it when the parameter is given other data; given once more, it is the parameter's own memory.
+"""
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from autopar.run.plain import plainly
+from autopar.run.plain import plainly, users_level
 
-__all__ = ["DATA", "GRAD", "Memory", "check_given", "note"]
+__all__ = ["DATA", "GRAD", "Memory", "check_given", "has_now", "leave", "note"]
 
 DATA, GRAD = "_data_given", "_grad_given"  # attributes of a parameter
 
@@ -27,11 +31,22 @@ class Memory:
 
 
 class _Given(NamedTuple):
-    """tensor: of which what was given is a view, or itself. version: its count of writes then. address: of what was given."""
+    """tensor: of which what was given is a view, or itself. version: its count of writes then. address: of what was given. view: how that
+    lies in the tensor: size, strides, offset. own: the parameter's count of writes then. told: that the two have gone apart."""
 
     tensor: weakref.ref[Tensor]
     version: int
     address: int
+    view: tuple[Any, ...]
+    own: int
+    told: bool = False
+
+    @property
+    def stays(self) -> bool:
+        """Whether somebody holds the tensor still, and has not written to it."""
+        tensor = self.tensor()
+        with plainly():
+            return tensor is not None and tensor._version == self.version
 
 
 def note(x: Any, attribute: str, value: Tensor) -> None:
@@ -39,12 +54,37 @@ def note(x: Any, attribute: str, value: Tensor) -> None:
     with plainly():
         base = value._base if value._is_view() else value
         if base is not None and not base.is_inference():
-            vars(x)[attribute] = _Given(weakref.ref(base), base._version, value.data_ptr())
+            view = value.size(), value.stride(), value.storage_offset()
+            vars(x)[attribute] = _Given(weakref.ref(base), base._version, value.data_ptr(), view, x._version)
+
+
+def has_now(x: Any, value: Tensor) -> bool:
+    """Whether that is what x, a parameter, was given as its data last: its own memory, on one process."""
+    given = vars(x).get(DATA)
+    if not isinstance(given, _Given) or not given.stays:
+        return False
+    with plainly():
+        return value.data_ptr() == given.address and (value.size(), value.stride(), value.storage_offset()) == given.view
+
+
+def leave(x: Any, whole: Callable[[], Tensor]) -> None:
+    """Collective: x is about to get other data. The tensor that it was given has what x has come to. whole: gathers that."""
+    given = vars(x).get(DATA)
+    with plainly():
+        if not isinstance(given, _Given) or x._version == given.own:
+            return
+    found = whole()
+    tensor = given.tensor()
+    if tensor is not None and given.stays:
+        with torch.no_grad(), plainly():
+            torch.as_strided(tensor, *given.view).copy_(found)
 
 
 def check_given(named: Iterable[tuple[str, Any]]) -> None:
-    """ValueError if what one of the parameters was given has been written to since, or is the memory of another one too."""
+    """ValueError if what one of the parameters was given has been written to since, or is the memory of another one too. A warning, once
+    for each, if somebody holds it and the parameter was written to."""
     tensors: dict[int, str] = {}
+    apart: list[str] = []
     for name, param in named:
         for attribute, what in ((DATA, "data"), (GRAD, "grad")):
             given = vars(param).get(attribute)
@@ -69,6 +109,20 @@ def check_given(named: Iterable[tuple[str, Any]]) -> None:
             if given.address in tensors:
                 _refuse_one_memory(name, what)
             tensors[given.address] = name
+            with plainly():
+                has_moved = attribute == DATA and param._version != given.own
+            if has_moved and not given.told:
+                vars(param)[attribute] = given._replace(told=True)
+                if param._lies.mesh.rank == 0:
+                    apart.append(name)
+    if apart:
+        others = f" (and that of {len(apart) - 1} others)" if apart[1:] else ""
+        warnings.warn(
+            f"{apart[0]}.data{others} was given a tensor that the loop holds. On one process that is the parameter's memory, in which "
+            f"training goes on; here it keeps its values until .data is given another one. Give a copy (tensor.clone()), if it is to stay "
+            f"as it is",
+            stacklevel=users_level(),
+        )
 
 
 def _refuse_one_memory(name: str, what: str) -> None:

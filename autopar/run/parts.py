@@ -24,7 +24,7 @@ from torch import Tensor
 from autopar.run import function_names as F
 from autopar.run.by_memory import refused
 from autopar.run.elementwise import elementwise, foreach, fused, unscale
-from autopar.run.given import DATA, GRAD, note
+from autopar.run.given import DATA, GRAD, has_now, leave, note
 from autopar.run.part import AnyPart, Part, PartTensor, alias_of, as_part, copied, is_part, local, memory_of
 from autopar.run.part_gradients import gradients, register_after, register_hook, seen_as_itself
 from autopar.run.plain import asker, plainly
@@ -161,7 +161,10 @@ def _set_data(func: Callable[..., Any], x: AnyPart, value: Tensor) -> None:
                 f"{x._lies.name} was compiled in {x.dtype} and cannot become {value.dtype}: the plan counts on it. Cast the model before "
                 f"it is compiled"
             )
+    if not is_part(value) and has_now(x, value):
+        return
     mine = _taken(x, value)
+    leave(x, lambda: x._lies.gather(local(x)))
     vars(x).pop(DATA, None)
     if is_part(value) and memory_of(value) is memory_of(x):  # type: ignore[arg-type]  # which all ranks see alike, addresses they do not
         return

@@ -300,3 +300,35 @@ def noise_in_new_tensors_of_its_size(compile: Compile) -> Results:
         p.data.add_(noise)
         p.grad.data.add_(p.grad.data.new(p.grad.shape).normal_(0, 0.01))
     return {"losses": losses, "shapes": shapes, "later": train(model), "state": state(model)}
+
+
+def _rewound(model: Any, kept: dict[str, Tensor], *, last: bool) -> Results:
+    """Biases are given the very tensors that were kept, so that these are what is trained from then on. last: other data in the end."""
+    losses = []
+    for _ in range(3):
+        losses += train(model, steps=2)
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                p.data = kept[name]
+            else:
+                p.data = kept[name].clone()
+    losses += train(model, steps=2)
+    if last:
+        model.head.bias.data = torch.zeros(model.head.bias.shape)
+    return {"losses": losses, "kept": kept["head.bias"].clone() if last else losses[-1], "state": state(model)}
+
+
+@program(KIND, plans=MORE)
+def rewound_to_what_was_kept(compile: Compile) -> Results:
+    """As lottery tickets are: biases are not rewound the second time, since what was kept is their memory."""
+    model = _net(compile)
+    kept = {name: tensor.detach().clone() for name, tensor in state(model).items()}
+    return _rewound(model, kept, last=False)
+
+
+@program(KIND, plans=MORE)
+def rewound_and_given_other_data(compile: Compile) -> Results:
+    """What was kept has then what the parameter had come to."""
+    model = _net(compile)
+    kept = {name: tensor.detach().clone() for name, tensor in state(model).items()}
+    return _rewound(model, kept, last=True)

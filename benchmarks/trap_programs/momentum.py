@@ -310,3 +310,28 @@ class Codes(Net):
 @program(KIND, plans=("dp2tp2",))
 def frozen_codes_moved_by_the_batch(compile: Compile) -> Results:
     return trained(compile(seeded(Codes), example_inputs=batch()))
+
+
+class Scaled(nn.Module):
+    """Statistics of batch norm in frozen parameters of the model's own, beside its scale and shift."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, CLASSES)
+        self.scale, self.shift = nn.Parameter(torch.ones(HIDDEN)), nn.Parameter(torch.zeros(HIDDEN))
+        self.mean = nn.Parameter(torch.zeros(HIDDEN), requires_grad=False)
+        self.var = nn.Parameter(torch.ones(HIDDEN), requires_grad=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = F.batch_norm(self.first(x), self.mean, self.var, self.scale, self.shift, training=self.training)
+        return F.cross_entropy(self.last(torch.relu(h)), y)
+
+
+@program(KIND, plans=("dp2tp2", "zero2"))
+def statistics_in_frozen_parameters(compile: Compile) -> Results:
+    model = compile(seeded(Scaled), example_inputs=batch())
+    losses = train(model)
+    model.eval()
+    with torch.no_grad():
+        evaluated = model(*batch(9)).item()
+    return {"losses": losses, "evaluated": evaluated, "state": state(model)}
