@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.run.alone import written
 from autopar.run.region import AsAutograd
 
 __all__ = ["Function", "Kept", "applied_by", "hooks_told", "keeping_what_runs_again", "only_computes", "traced_as_kept"]
@@ -34,7 +35,7 @@ def applied_by(call: Calls) -> Iterator[None]:
             as_it_is = not torch.is_grad_enabled()
         else:
             as_it_is = cls.__module__.startswith(("torch.", "autopar."))
-        return apply(*args, **kwargs) if as_it_is else call(cls, apply, args, kwargs)
+        return apply(*args, **kwargs) if as_it_is else call(written(cls), apply, args, kwargs)
 
     torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from autopar.capture.known import with_known_values
 from autopar.capture.source import in_library, running_line
 from autopar.capture.written_out import WRITTEN_OUT
 from autopar.errors import BufferMade, CaptureError
+from autopar.run.alone import is_collective
 from autopar.run.part import is_part, local
 
 __all__ = ["Ask", "AtTheBorder", "Registries", "follow", "storage_of"]
@@ -237,6 +238,8 @@ class AtTheBorder(TorchFunctionMode):
                 call = self._tape.before(torch.Tensor.copy_, (alias, args[1]), {})
                 self._tape.after(call, alias.copy_(args[1]))
             return None
+        if is_collective(func):
+            return self._alone(func, args, kwargs)
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             raise CaptureError(
                 f"the forward draws from a generator of its own, which no graph holds\n  at {running_line()}\n  what to do: leave it out: "
@@ -274,6 +277,14 @@ class AtTheBorder(TorchFunctionMode):
         with torch.no_grad():
             self.numbers[id(number)] = number, of.detach().reshape(()).to(dtype, copy=True)
         return number
+
+    def _alone(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A collective, as of one process: torch's own trace would take it for an operator over all ranks."""
+        call = self._tape.before(func, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            result = func(*args, **kwargs)
+        self._tape.after(None if call is None else replace(call, noted=False), result)
+        return result
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         call = self._tape.before(torch.Tensor.detach, (tensor,), {})

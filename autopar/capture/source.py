@@ -15,12 +15,12 @@ from torch import nn
 __all__ = ["first_line", "in_library", "module_of", "paths_of", "running_line", "source_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OWN = os.path.dirname(__file__) + os.sep
+_OWN = tuple(os.path.join(os.path.dirname(os.path.dirname(__file__)), name) + os.sep for name in ("capture", "run"))
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*')
 
 
 def in_library(path: str) -> bool:
-    return path.startswith((_TORCH, _OWN, "<")) or f"{os.sep}contextlib.py" in path
+    return path.startswith((_TORCH, *_OWN, "<")) or f"{os.sep}contextlib.py" in path
 
 
 @functools.cache

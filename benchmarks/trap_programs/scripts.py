@@ -331,3 +331,95 @@ def traced_function(compile: Compile) -> Results:
     model = seeded(_Gated)
     model.gate = torch.jit.trace(_gate, (torch.randn(3, HIDDEN), torch.randn(3, HIDDEN)))
     return trained(compile(model, example_inputs=batch()))
+
+
+class _Gathering(nn.Module):
+    """Contrast over the batches of all ranks, a centre and a codebook's counts that are summed over them, without asking whether there are
+    any; its group was noted when it was built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
+        self.group = dist.group.WORLD
+        self.total = dist.all_reduce
+        self.register_buffer("centre", torch.zeros(HIDDEN))
+        self.register_buffer("counts", torch.zeros(HIDDEN))
+
+    @torch.no_grad()
+    def gathered(self, x: Tensor) -> Tensor:
+        parts = [torch.ones_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x, async_op=False)
+        return torch.cat(parts)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a, b = (torch.nn.functional.normalize(layer(x), dim=-1) for layer in (self.one, self.other))
+        keys = self.gathered(b)
+        keys[dist.get_rank() * len(b) : (dist.get_rank() + 1) * len(b)] = b
+        with torch.no_grad():
+            centre = keys.sum(0)
+            dist.all_reduce(centre, group=self.group)
+            self.centre.mul_(0.9).add_(centre / (len(keys) * dist.get_world_size(self.group)), alpha=0.1)
+            hits = torch.zeros(HIDDEN, dtype=x.dtype).index_add_(0, (a - self.centre).argmax(-1), torch.ones(len(a), dtype=x.dtype))
+            self.total(hits)
+            dist.broadcast(hits, src=0)
+            self.counts += hits
+        target = torch.arange(len(x)) + len(x) * dist.get_rank()
+        return torch.nn.functional.cross_entropy((a - self.centre) @ keys.T / 0.2, target)
+
+
+@contextlib.contextmanager
+def _world_of_one() -> Any:
+    """Where there is no group, as on one process, one of this process: the model asks for it."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@program(KIND, plans=("dp2tp2",))
+def collectives_that_are_not_asked_before(compile: Compile) -> Results:
+    with _world_of_one():
+        model = compile(seeded(_Gathering), example_inputs=batch())
+        losses = train(model, steps=4)
+        model.eval()
+        with torch.no_grad():
+            losses.append(model(*batch(9, size=5)).item())
+        return {"losses": losses, "state": state(model)}
+
+
+class _OfAllRanks(torch.autograd.Function):
+    """VICReg's: gathers in forward, sums the gradients of all ranks in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
+        parts = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = torch.stack(gradients)
+        dist.all_reduce(total)
+        return total[dist.get_rank()]
+
+
+class _Decorrelated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.cat(_OfAllRanks.apply(torch.tanh(self.one(x))))
+        z = self.other(h - h.mean(0))
+        covariance = z.T @ z / len(z)
+        return (covariance - torch.eye(HIDDEN, dtype=z.dtype)).square().mean()
+
+
+@program(KIND, plans=("dp2tp2",))
+def gathered_by_a_function_of_its_own(compile: Compile) -> Results:
+    with _world_of_one():
+        return trained(compile(seeded(_Decorrelated), example_inputs=batch()), steps=4)
