@@ -21,7 +21,7 @@ from autopar import generators
 from autopar.capture.answers import NONE, Answers
 from autopar.capture.around import as_called
 from autopar.capture.attributes import Asked, Attributes
-from autopar.capture.calls import Calls, Inputs, call_twice, copied, drawn_outside, lowest_draws, refuse_changing, seeded
+from autopar.capture.calls import OTHER_DRAWS, Call, Calls, Inputs, call_twice, copied, drawn_outside, other_draws, refuse_changing, seeded
 from autopar.capture.export import FAILURES, HOOK, End, Step, as_exported, export, objective_of, own_gradients
 from autopar.capture.held import ABSENT, REGISTERED, Opaque, child, describe
 from autopar.capture.hidden import Hidden
@@ -142,15 +142,16 @@ def _keeps_no_data(values: list[Any], depth: int) -> bool:
 def observed(
     model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trainable: tuple[torch.Tensor, ...] | None,
     *, outputs: bool = False, frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (), leaves: Sequence[str] = (),
-    appended: Sequence[list[Any]] = (),
+    appended: Sequence[list[Any]] = (), reseed: bool = True,
 ) -> Calls | None:  # fmt: skip
     """The model called twice: to be compared with the program, which needs gradients of `trainable`; without these (None: no data, or
     no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see. frozen, scales, leaves,
-    appended: as of `call_twice`."""
+    appended, reseed: as of `call_twice`."""
     if trainable is not None:
         return call_twice(
             model, loss, inputs, start, trainable, traced=found.changes, compare=True, outputs=outputs, frozen=frozen, scales=scales,
             answers=found.answers, leaves=leaves, appended=appended, numbers=found.numbers,
+            reseed=reseed,
         )  # fmt: skip
     if not found.changes:
         return None
@@ -195,10 +196,11 @@ def _operators(call: TracedCall) -> list[tuple[str, str, str, str]]:
 
 def check_border(
     model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trace: Trace, calls: Calls | None, *, checked: bool,
-    frozen: Mapping[str, torch.Tensor],
+    again: Callable[[], Calls | None],
 ) -> tuple[str, ...]:  # fmt: skip
     """CaptureError for state that is neither in a buffer nor a cache, and for random numbers that torch did not draw. The paths at
-    which each call leaves a tensor. checked: the calls were made on real tensors, and are compared with the program."""
+    which each call leaves a tensor. checked: the calls were made on real tensors, and are compared with the program. again: makes them
+    once more, where Python and numpy draw as they do outside."""
     if calls is None:
         written: tuple[str, ...] = ()
     else:
@@ -222,7 +224,7 @@ def check_border(
             )
     _check_constants(trace, start, set(written))
     if found.drawn:
-        _check_draws(model, loss, inputs, start, found, trace, calls if checked else None, frozen)
+        _check_draws(model, loss, inputs, start, found, trace, calls if checked else None, again)
     return written
 
 
@@ -245,31 +247,43 @@ def _same_constants(a: Trace, b: Trace) -> bool:
     return all(name in a.outside if x.is_meta or y.is_meta else torch.equal(x, y) for name, x, y in pairs)
 
 
-def _same_value(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or not (a.is_floating_point() or a.is_complex()):
+def _values(call: Call) -> tuple[torch.Tensor | None, ...]:
+    """What is compared of two calls. A last layer of zeros hides what is before it from the loss, and not from its gradient."""
+    return (call.loss, *call.returned, *call.gradients)
+
+
+def _same_value(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or not (a.is_floating_point() or a.is_complex()) or not a.numel():
         return torch.equal(a, b)
-    return torch.allclose(a, b, rtol=1e-5, atol=0.0, equal_nan=True)
+    return torch.allclose(a, b, rtol=1e-5, atol=1e-6 * float(b.abs().max()), equal_nan=True)
 
 
 def _check_draws(
     model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trace: Trace, calls: Calls | None,
-    frozen: Mapping[str, torch.Tensor],
+    again: Callable[[], Calls | None],
 ) -> None:  # fmt: skip
-    """Numbers drawn from Python or numpy are frozen in the program: other numbers must make no difference."""
+    """Numbers drawn from Python or numpy are frozen in the program: other numbers must make no difference. again: as of `check_border`."""
     outputs = found.returned is not None
-    if calls is not None:
-        with lowest_draws():
-            other = call_twice(model, loss, inputs, start, reseed=False, outputs=outputs, frozen=frozen).calls[0]
-        made = calls.calls[0]
-        differs = not all(map(_same_value, (other.loss, *other.returned), (made.loss, *made.returned)))
-    else:
-        plain = traced(model, loss, copied(inputs), start, outputs=outputs)  # each call by itself, where `found` has one for many
-        with lowest_draws():
-            again = traced(model, loss, copied(inputs), start, outputs=outputs)
-        none = Regions(model, loss, inputs)  # which need data
-        first, second = (flatten(model, call.exported, start, none) for call in (plain, again))
-        differs = [t.op for t in first.ops] != [t.op for t in second.ops] or not _same_constants(first, second)
-    if differs:
+    none = Regions(model, loss, inputs)  # which need data
+    plain: Trace | None = None
+
+    def differs(words: tuple[int, ...]) -> bool:
+        nonlocal plain
+        if calls is not None:
+            with other_draws(words):
+                others = again()
+            assert others is not None
+            pairs = zip(others.calls, calls.calls, strict=True)
+            return not all(all(map(_same_value, _values(one), _values(other))) for one, other in pairs)
+        if plain is None:  # each call by itself, where `found` has one for many
+            plain = flatten(model, traced(model, loss, copied(inputs), start, outputs=outputs).exported, start, none)
+        with other_draws(words):
+            drawn = flatten(model, traced(model, loss, copied(inputs), start, outputs=outputs).exported, start, none)
+        return [t.op for t in plain.ops] != [t.op for t in drawn.ops] or not _same_constants(plain, drawn)
+
+    if any(map(differs, OTHER_DRAWS if calls is not None else OTHER_DRAWS[:3])):
         raise CaptureError(
             f"what {trace.name} computes depends on random numbers drawn from {' and '.join(found.drawn)}, which a graph holds as they "
             f"were when it was traced\n  what to do: draw them with torch, and let torch.where choose by them; or draw them before the "

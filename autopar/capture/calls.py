@@ -39,8 +39,8 @@ from autopar.errors import CaptureError
 from autopar.run.outputs import dicts_given, taken_apart, written_into
 
 __all__ = [
-    "Call", "Calls", "call_twice", "copied", "differentiated", "drawn_outside", "gradients_of", "left_as_it_was",
-    "lowest_draws", "of_a_module", "refuse_changing", "seeded",
+    "OTHER_DRAWS", "Call", "Calls", "call_twice", "copied", "differentiated", "drawn_outside", "gradients_of", "left_as_it_was",
+    "of_a_module", "other_draws", "refuse_changing", "seeded",
 ]  # fmt: skip
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -493,11 +493,14 @@ def _numpy_state(numpy: Any) -> object:
     return name, keys.tobytes(), position, tuple(rest)
 
 
+LOWEST, HIGHEST = 0, 0x12DD9BB3  # words of the state of a Mersenne twister, which gives 0 and 2^32 - 1 of them
+OTHER_DRAWS = tuple((*(word,) * 500, *range(1, 125)) for word in (LOWEST, HIGHEST))  # then others: loops that wait for a number end
+OTHER_DRAWS += tuple((*random.Random(seed).getstate()[1][1:624], 0) for seed in range(101, 109))  # their first words are all the same
+
+
 @contextlib.contextmanager
-def lowest_draws() -> Iterator[None]:
-    """Inside, Python's and numpy's global generators give the lowest number they can, a few hundred times. (The Mersenne twister's
-    words are zero; the last ones are not, so that loops which wait for a number end.)"""
-    words = (*(0,) * 500, *range(1, 125))
+def other_draws(words: tuple[int, ...]) -> Iterator[None]:
+    """Inside, Python's and numpy's global generators have this state."""
     with _outside_kept():
         random.setstate((3, (*words, 0), None))
         if (numpy := sys.modules.get("numpy")) is not None:

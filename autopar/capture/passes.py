@@ -270,11 +270,11 @@ def _captured(
             if function := other_backward(model, loss, copied(inputs), as_regions):
                 raise OtherGradients(f"{function} has another backward than autograd's in the forward of {program.name}")
         scales = SCALES if found.own_gradients else ()
-        calls = observed(
-            model, loss, inputs, start, found, compared, outputs=found.returned is not None, frozen=frozen, scales=scales, leaves=places,
-            appended=appended,
-        )  # fmt: skip
-        left = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None, frozen=frozen)
+        outside: dict[str, Any] = {"outputs": found.returned is not None, "frozen": frozen, "leaves": places, "appended": appended}
+        watched = functools.partial(observed, model, loss, inputs, start, found, compared, **outside)
+        calls = watched(scales=scales)
+        again = functools.partial(watched, reseed=False)
+        left = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None, again=again)
         refuse_left(dict[str, Any](trace.tensors).values(), left)
         if trainable is not None and calls is not None:
             checked = program.replace(ops=tuple(t.op for t in whole.ops)) if drops_randomness(whole, trace) else program

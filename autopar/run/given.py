@@ -32,7 +32,8 @@ class Memory:
 
 class _Given(NamedTuple):
     """tensor: of which what was given is a view, or itself. version: its count of writes then. address: of what was given. view: how that
-    lies in the tensor: size, strides, offset. own: the parameter's count of writes then. told: that the two have gone apart."""
+    lies in the tensor: size, strides, offset. own: the count of writes, then, to what this rank keeps. told: that the two have gone
+    apart."""
 
     tensor: weakref.ref[Tensor]
     version: int
@@ -49,13 +50,14 @@ class _Given(NamedTuple):
             return tensor is not None and tensor._version == self.version
 
 
-def note(x: Any, attribute: str, value: Tensor) -> None:
-    """x, a parameter or gradient, was given a whole value. (Of a value that is another part its Memory is noted in the same place.)"""
+def note(x: Any, attribute: str, value: Tensor, own: Tensor) -> None:
+    """x, a parameter, was given a whole value as its data or its gradient. own: what this rank keeps of a copy. (Of a value that is another
+    part its Memory is noted in the same place.)"""
     with plainly():
         base = value._base if value._is_view() else value
         if base is not None and not base.is_inference():
             view = value.size(), value.stride(), value.storage_offset()
-            vars(x)[attribute] = _Given(weakref.ref(base), base._version, value.data_ptr(), view, x._version)
+            vars(x)[attribute] = _Given(weakref.ref(base), base._version, value.data_ptr(), view, own._version)
 
 
 def has_now(x: Any, value: Tensor) -> bool:
@@ -110,17 +112,16 @@ def check_given(named: Iterable[tuple[str, Any]]) -> None:
                 _refuse_one_memory(name, what)
             tensors[given.address] = name
             with plainly():
-                has_moved = attribute == DATA and param._version != given.own
+                has_moved = (param if attribute == DATA else param.grad)._version != given.own
             if has_moved and not given.told:
                 vars(param)[attribute] = given._replace(told=True)
                 if param._lies.mesh.rank == 0:
-                    apart.append(name)
+                    apart.append(f"{name}.{what}")
     if apart:
-        others = f" (and that of {len(apart) - 1} others)" if apart[1:] else ""
+        others = f" (and what {len(apart) - 1} others have)" if apart[1:] else ""
         warnings.warn(
-            f"{apart[0]}.data{others} was given a tensor that the loop holds. On one process that is the parameter's memory, in which "
-            f"training goes on; here it keeps its values until .data is given another one. Give a copy (tensor.clone()), if it is to stay "
-            f"as it is",
+            f"{apart[0]}{others} is a tensor that the loop holds. On one process what is written to the one is written to the other; here "
+            f"that tensor keeps its values: read {apart[0]} itself, or give it a copy (tensor.clone()), if that is to stay as it is",
             stacklevel=users_level(),
         )
 

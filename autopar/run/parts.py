@@ -139,7 +139,7 @@ def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> 
             if isinstance(value, Tensor):
                 mine = _taken(x, value)
                 if not is_part(value):
-                    note(x, GRAD, value)
+                    note(x, GRAD, value, mine)
                 with plainly():
                     return func(x, mine)
         if name == "data":
@@ -173,7 +173,7 @@ def _set_data(func: Callable[..., Any], x: AnyPart, value: Tensor) -> None:
     with plainly():
         func(x, mine.to(x.device))
     if not is_part(value):
-        note(x, DATA, value)
+        note(x, DATA, value, local(x))
     elif value._lies.parameter is not x._lies.parameter:  # type: ignore[attr-defined]
         vars(x)[DATA] = memory_of(value)  # type: ignore[arg-type]
 

@@ -164,7 +164,7 @@ class Tree:
         if grad is not None and given is not None:
             param.grad = part_like(grad, lies) if is_part(param) else grad
             if lies.split:
-                note(param, GRAD, given)
+                note(param, GRAD, given, grad)
         self.lies[names[0]], self.params[names[0]] = lies, param
         for name in names:
             place = self._place(name, "_parameters")
