@@ -55,7 +55,7 @@ def _moved() -> dict[str, Any]:
         found["asked"] = dist.is_initialized()
         leaf = own.clone().requires_grad_()
         inside = Summed.apply(leaf)
-    inside.sum().backward()  # outside, where the group is that of all ranks again
+    (inside * own).sum().backward()  # outside, where the group is that of all ranks again
     found["gradient"], leaf.grad = leaf.grad.item(), None
     (Summed.apply(leaf).sum() * own).sum().backward()
     found["outside"] = leaf.grad.item()
@@ -69,7 +69,7 @@ def test_collectives_give_what_they_are_given(pair: WorkerPool) -> None:
     for rank, found in enumerate(pair.run(_moved, timeout_s=60)):
         assert found["default"] == found["held"] == ([rank + 1.0] * 6, 0)
         assert found["asked"] is False
-        assert found["gradient"] == 1.0
+        assert found["gradient"] == rank + 1.0
         assert found["outside"] == 1.5  # the mean of 1 and 2
         assert found["after"] == (3.0, 2, True)
 

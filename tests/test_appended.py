@@ -3,6 +3,7 @@ read of them is refused."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,6 +66,26 @@ def test_capture_leaves_lists_as_they_were() -> None:
     found = capture(model, (torch.randn(3, 4),), outputs=True)
     assert model.log is log and log == ["begun"] and outside == [1.0]
     assert len(found.program.outputs) == 2
+
+
+class Asking(nn.Module):
+    """Reads its list where it may fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.log = nn.Linear(4, 4), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        self.log.append(h.detach())
+        with contextlib.suppress(TypeError):
+            h = h / len(self.log)
+        return h.square().mean()
+
+
+def test_a_list_that_is_read_where_that_may_fail_is_read() -> None:
+    with pytest.raises(CaptureError, match="changes log from list of 1 to list of 2"):
+        capture(Asking(), (torch.randn(3, 4),), outputs=True)
 
 
 def test_a_list_of_the_loop_needs_its_outputs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -673,3 +674,50 @@ def test_a_program_is_the_same_on_meta_where_plans_are_made_as_where_it_is_train
             model, batch = MODELS[name]()
         found.append(capture(model, batch, check=False).program)
     assert found[0].types == found[1].types and program_hash(found[0]) == program_hash(found[1])
+
+
+def gate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(a) * torch.sigmoid(b)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        nn.init.zeros_(self.last.weight)
+        with warnings.catch_warnings(action="ignore"):
+            self.gate = torch.jit.script(gate)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        for _ in range(4):
+            h = self.gate(h, self.first(h))
+        return self.last(h).square().mean()
+
+
+def test_functions_of_torchscript_are_looked_into_however_often_they_have_run() -> None:
+    model, x = Gated(), torch.ones(3, 4)
+    for _ in range(4):
+        model(x).backward()
+    targets = [op.target for op in capture(model, (x,)).program.ops]
+    assert targets.count("aten.tanh.default") == targets.count("aten.sigmoid.default") == 4
+    assert REGION not in targets
+
+
+class Coordinates(nn.Module):
+    """As networks of coordinates are written: the loop differentiates by what comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.clone().detach().requires_grad_(True)
+        return torch.sin(self.layer(x)), x
+
+
+def test_a_leaf_that_the_forward_makes_and_returns_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)makes require a gradient.*test_capture.py.*before the call"):
+        capture(Coordinates(), (torch.ones(3, 2),), outputs=None)
+    found = capture(Coordinates(), (torch.ones(3, 2),), loss=lambda out: out[0].sum())
+    assert found.program.ops

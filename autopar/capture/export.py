@@ -110,6 +110,7 @@ class Step(nn.Module):
                         containers = {id(one.holder) for one in start.held if isinstance(one.holder, list | dict)}
                         returned, others = taken_apart(output, result, own_loss=own, held=containers)
                         returned = replace(returned, into=written_into(output, given))
+                        self._check_leaves(others)
                     shows = self.border.shows if said else ""
                     end = State.take(model, loss, start)
                     numbers = frozenset(path for path, leaf in end.leaves.items() if id(_number(leaf)) in self.border.numbers)
@@ -125,6 +126,16 @@ class Step(nn.Module):
             return (result, *others, *left)
 
         self.forward = forward
+
+    def _check_leaves(self, returned: Sequence[torch.Tensor]) -> None:
+        """CaptureError where one of these is a leaf of the forward's own: by it the caller would differentiate."""
+        for leaf, line in self.border.leaves:
+            if any(x is leaf for x in returned):
+                raise CaptureError(
+                    f"{_cannot(self.model)}: it returns a tensor that its forward makes require a gradient, by which nothing outside of it "
+                    f"can be differentiated\n  at {line}\n  what to do: let the input require a gradient before the call "
+                    f"(x = x.requires_grad_()), and differentiate by that"
+                )
 
 
 def left_at(

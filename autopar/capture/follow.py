@@ -177,7 +177,7 @@ class AtTheBorder(TorchFunctionMode):
     constant. `.data` is traced as what it does: a detached alias, and a write to it. differentiates: a line that asks for gradients; "" if
     there is none. asked: of each condition on a value that can only raise its line, and what tells that it holds. shows: a line that makes
     text of a tensor's values; "" if there is none. numbers: by its id, each number that was made of a tensor, and that as a tensor of one
-    element.
+    element. leaves: what was made to require a gradient, and the lines that did.
     """
 
     def __init__(self, names: Mapping[int, str], ask: Ask, tape: Tape) -> None:
@@ -188,6 +188,7 @@ class AtTheBorder(TorchFunctionMode):
         self.differentiates = self.shows = ""
         self.asked: list[tuple[str, torch.Tensor]] = []
         self.numbers: dict[int, tuple[object, torch.Tensor]] = {}
+        self.leaves: list[tuple[torch.Tensor, str]] = []
         self._truths, self._chances = Truths(), Chances()
 
     def __torch_function__(
@@ -265,6 +266,8 @@ class AtTheBorder(TorchFunctionMode):
         call = self._tape.before(func, args, kwargs)
         result = func(*args, **kwargs)
         self._tape.after(call, result)
+        if func is torch.Tensor.requires_grad_ and isinstance(result, FakeTensor) and result.requires_grad:
+            self.leaves.append((result, running_line()))
         if func is torch.Tensor.item and isinstance(result, torch.SymFloat | torch.SymInt):
             self._number(result, args[0], torch.float64 if isinstance(result, torch.SymFloat) else torch.int64)
         self._chances.note(func, args, kwargs, result)
