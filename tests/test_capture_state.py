@@ -447,3 +447,16 @@ def test_a_gradient_that_the_forward_reads_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"(?s)reads the gradient of a parameter.*self.weight.grad is None"):
         capture(Reading(DIM, DIM), (torch.randn(BATCH, DIM),))
+
+
+def test_modes_that_the_forward_sets_are_left_by_a_call() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.inner.eval()
+        return m.linear(nn.functional.dropout(x, 0.5, training=m.inner.training))
+
+    model, inputs = build(forward)
+    found = capture(model, inputs)
+    assert model.inner.training and "aten.dropout.default" not in {op.target for op in found.program.ops}
+    assert found.guards is not None
+    found.guards.leave({})
+    assert not model.inner.training and model.training and model.linear.training

@@ -162,11 +162,6 @@ def tensors_for_someone_else() -> Callable[..., Tensor]:
     return keeps
 
 
-def mode_changed(m: Any, x: Tensor) -> Tensor:
-    m.inner.eval()
-    return m.linear(x)
-
-
 def input_written(m: Any, x: Tensor) -> Tensor:
     x.mul_(2)
     return m.linear(x)
@@ -221,7 +216,6 @@ REFUSED: dict[Callable[..., Tensor], str] = {
     frozen_in_the_forward: r"requires_grad of the parameter linear\.bias",
     seed_set: "sets the seed",
     tensors_for_someone_else(): r"kept, which .* closes over\['h'\]",
-    mode_changed: r"inner\.training from True to False",
     input_written: "writes to its input x",
     input_written_through_a_view: "writes to its input x",
     input_turned: "what to do",

@@ -50,7 +50,8 @@ FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameEr
 class End:
     """How a traced call ended. state: what the model held. returns: what it returned, in words; "" for what is the loss. returned: its
     structure, where that was asked for. answers: what it asked of the model's state. shows: a line that prints or logs a tensor; "" if
-    there is none. numbers: the places at which it left a number that is made of a tensor."""
+    there is none. numbers: the places at which it left a number that is made of a tensor.
+    modes: the modules whose training mode it set to another."""
 
     state: State
     returns: str
@@ -58,6 +59,7 @@ class End:
     answers: Answers
     shows: str = ""
     numbers: frozenset[str] = frozenset()
+    modes: tuple[tuple[nn.Module, bool], ...] = ()
 
 
 class Step(nn.Module):
@@ -114,7 +116,7 @@ class Step(nn.Module):
                     shows = self.border.shows if said else ""
                     end = State.take(model, loss, start)
                     numbers = frozenset(path for path, leaf in end.leaves.items() if id(_number(leaf)) in self.border.numbers)
-                    ends.append(End(end, returns, returned, tape.answers(), shows, numbers))
+                    ends.append(End(end, returns, returned, tape.answers(), shows, numbers, registries.modes()))
                     assigned = registries.assigned()
                     kept = (result, *others, *left, *(a.new for a in assigned), *end.tensors.values())
                     tape.use(kept, "the end of the forward")

@@ -65,7 +65,7 @@ class Registries:
         ]
 
     def assigned(self) -> list[Assigned]:
-        """What the call assigned to buffers. Raises CaptureError if it changed anything else that is registered, or a training mode."""
+        """What the call assigned to buffers. Raises CaptureError if it changed anything else that is registered."""
         names = Counter(id(b) for r in self._before for b in r.buffers.values() if b is not None)
         assigned: list[tuple[torch.Tensor, torch.Tensor]] = []
         olds = {storage_of(b) for r in self._before for b in r.buffers.values() if b is not None}
@@ -79,6 +79,10 @@ class Registries:
                 assert new is not None
                 assigned.append((old, new))
         return [Assigned(old, new, shared=storage_of(new) in olds) for old, new in assigned]
+
+    def modes(self) -> tuple[tuple[nn.Module, bool], ...]:
+        """The modules whose training mode the call has set to another, and to which."""
+        return tuple((r.module, r.module.training) for r in self._before if r.module.training is not r.training)
 
     def restore(self) -> None:
         """The registries hold the objects that they held."""
@@ -102,11 +106,6 @@ class Registries:
             raise CaptureError(
                 f"the forward changes requires_grad of the parameter {prefix}{name}\n  what to do: freeze and unfreeze parameters between "
                 f"the calls"
-            )
-        if module.training is not registry.training:
-            raise CaptureError(
-                f"the forward sets {prefix}training from {registry.training} to {module.training}\n  what to do: choose the mode of "
-                f"each module before the call"
             )
 
 

@@ -51,6 +51,7 @@ class Guards:
         self._mode: GradMode | None = None
         self._told = NONE
         self._given: Mapping[str, str] = {}
+        self._modes_set: tuple[tuple[nn.Module, bool], ...] = ()
         self._left: Left | None = None
         self._sayings = Sayings()
         self._modules = list(model.modules())
@@ -86,6 +87,10 @@ class Guards:
             self._state = State.take(self._model, self._loss, attributes=attributes).of_what_is_read(self._model, self._loss)
             self._index(self._state)
 
+    def set_modes(self, modes: tuple[tuple[nn.Module, bool], ...]) -> None:
+        """The modules whose training mode a call sets to another, and to which."""
+        self._modes_set = modes
+
     def answered(self, answers: Answers) -> None:
         """What the forward asks of the model's own parameters and buffers, and of its inputs, and was told. What functions kept of that for
         later calls is watched from now on."""
@@ -117,6 +122,8 @@ class Guards:
         """After a call: what the forward leaves in attributes and containers is there, and what it prints and logs is said. outputs: of
         the program, by name."""
         self._sayings.again()
+        for module, mode in self._modes_set:
+            module.training = mode
         if self._left is not None:
             found = {path: outputs[name] for path, name in self._given.items() if name in outputs}
             self._left.put({path: t.item() if path in self._numbers_left else t for path, t in found.items()})

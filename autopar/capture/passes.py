@@ -299,6 +299,7 @@ def _captured(
         listed = ", ".join(left_out[:5]) + (f" and {len(left_out) - 5} more" if len(left_out) > 5 else "")
         program = program.replace(notes=(*program.notes, f"the forward leaves tensors in {listed}; the parallel module does not"))
     guards.read(found.attributes)
+    guards.set_modes(found.modes)
     if calls is not None:
         guards.follow((*left, *calls.counted), calls.settled, calls.left)
         guards.said(sayings_of(program, found.shows, () if calls is None else calls.said))
@@ -440,6 +441,8 @@ def _with_stand_ins(
         raise Seen
     if found.attributes:
         raise NotRepeated("attributes of the tensors of what is stood for are read")
+    if found.modes:
+        raise NotRepeated("what is stood for may set training modes")
     if found.own_gradients or [str(c) for c in found.changes] != [str(c) for c in again.changes]:
         raise NotRepeated("what is stood for changes something")
     labels_in_rows(found.exported.graph_module)

@@ -335,3 +335,33 @@ def statistics_in_frozen_parameters(compile: Compile) -> Results:
     with torch.no_grad():
         evaluated = model(*batch(9)).item()
     return {"losses": losses, "evaluated": evaluated, "state": state(model)}
+
+
+class Distilled(nn.Module):
+    """The forward itself puts its teacher in evaluation mode, which the loop's model.train() undoes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = encoder(), nn.Sequential(encoder(), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH))
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.teacher.eval()
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        return F.mse_loss(self.student(x), wanted)
+
+
+@program(KIND, plans=("dp2tp2", "zero2"))
+def teacher_put_in_evaluation_mode_by_the_forward(compile: Compile) -> Results:
+    model = compile(seeded(Distilled), example_inputs=(samples(),))
+    optimizer, losses, modes = sgd(model), [], []
+    for k in range(4):
+        if k != 2:
+            model.train()
+        losses += train(model, optimizer, inputs=[(samples(k),)])
+        modes.append([m.training for m in (model.teacher, model.teacher[1], model.student)])
+    model.eval()
+    with torch.no_grad():
+        losses.append(model(samples(5)).item())
+    return {"losses": losses, "modes": modes, "state": state(model)}
