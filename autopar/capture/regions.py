@@ -279,6 +279,11 @@ class Regions:
     def why_not(self, error: CaptureError | None = None) -> str:
         """Lines to add to an error of capture."""
         lines = [f"\n  {path} cannot be run as it is written beside a graph of the rest: {why}" for path, why in self.refused.items()]
+        if error is None and lines:
+            lines.append(
+                "\n  what to do: let it change nothing but what it returns (what its backward needs is kept in ctx), and take and return "
+                "tensors of fixed shapes"
+            )
         if error is None or lines or "torch.func" in str(error):  # which no submodule may call
             return "".join(lines)
         inside = self._innermost(error.__cause__, users=True)
