@@ -188,7 +188,7 @@ class Measured(Logits):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.head(self.hidden(x))
-        self.share = out.argmax(1).eq(0).float().mean().item()
+        self.share = out.argmax(1).eq(0).to(out.dtype).mean().item()
         return out
 
 
