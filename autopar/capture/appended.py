@@ -13,7 +13,7 @@ from types import CellType
 from typing import Any, NamedTuple, NoReturn
 
 from autopar.capture.export import FAILURES
-from autopar.capture.held import Place
+from autopar.capture.held import Place, places
 from autopar.capture.state import State
 from autopar.errors import CaptureError
 
@@ -95,19 +95,11 @@ def appended_between(start: State, first: State, second: State) -> list[Grown]:
 
 
 def _places(state: State, items: list[Any]) -> tuple[Place, ...]:
-    found = []
-    for held in state.held:
-        if isinstance(held.holder, CellType):
-            found += [Place(held, None)] if held.items is items else []
-        elif isinstance(held.holder, dict) and isinstance(held.items, dict) and not held.table:
-            found += [Place(held, key) for key, value in held.items.items() if value is items]
-        elif isinstance(held.items, (tuple, dict)) and any(x is items for x in _values(held.items)):
-            return ()  # of a class, an object without a dict, or another list: the loop may put another there unseen
-    return tuple(found)
-
-
-def _values(items: tuple[Any, ...] | dict[Any, Any]) -> Any:
-    return items.values() if isinstance(items, dict) else items
+    """Where a list stands; () if that is a class, an object without a dict or another list too: the loop may put another there unseen."""
+    found = tuple(place for value, place in places(state.held) if value is items)
+    containers = (held.items for held in state.held if isinstance(held.items, tuple) and not isinstance(held.holder, CellType))
+    unseen = any(x is items for container in containers for x in container)
+    return found if not unseen and all(isinstance(place.held.holder, (dict, CellType)) for place in found) else ()
 
 
 def only_appended_to(grown: Sequence[Grown], call: Callable[[], Any]) -> list[list[Any]]:

@@ -8,11 +8,10 @@ all else that is asked of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from types import CellType
 from typing import Any, NamedTuple, NoReturn
 
 from autopar.capture.export import FAILURES
-from autopar.capture.held import ABSENT, Place
+from autopar.capture.held import ABSENT, Place, places
 from autopar.capture.state import Change, State
 from autopar.run.outputs import found_in
 
@@ -91,12 +90,7 @@ def counts_between(start: State, first: State, second: State, traced: Sequence[C
 
 
 def _numbers(state: State) -> Iterator[Count]:
-    for held in state.held:
-        if isinstance(held.holder, CellType):
-            if type(held.items) in (int, float):
-                yield Count(Place(held, None))
-        elif isinstance(held.items, dict) and not held.table:
-            yield from (Count(Place(held, key)) for key, value in held.items.items() if type(value) in (int, float))
+    yield from (Count(place) for value, place in places(state.held) if type(value) in (int, float))
 
 
 def _grown(before: object, after: object) -> Number | None:

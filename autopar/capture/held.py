@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import operator
 from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import repeat
@@ -15,7 +16,7 @@ import torch
 
 __all__ = [
     "ABSENT", "EMPTY", "EXACTLY", "KEPT", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Order", "Place", "Shape", "Taken", "Value",
-    "child", "contents", "describe", "is_plain", "keys_of", "order_of", "put_back", "same", "shown_key", "value_of",
+    "child", "contents", "describe", "is_plain", "keys_of", "order_of", "places", "put_back", "same", "shown_key", "value_of",
 ]  # fmt: skip
 
 SIMPLE = (
@@ -132,6 +133,15 @@ class Place(NamedTuple):
     def put(self, value: object) -> None:
         keys = None if self.key is None else frozenset({self.key})
         put_back(self.held._replace(items=value if keys is None else {self.key: value}, keys=keys))
+
+
+def places(held: Iterable[Held]) -> Iterator[tuple[Any, Place]]:
+    """What closures hold, and what stands under a key or an attribute that is no table of a module, each with its place."""
+    for one in held:
+        if isinstance(one.holder, CellType):
+            yield one.items, Place(one, None)
+        elif isinstance(one.items, dict) and not one.table:
+            yield from ((value, Place(one, key)) for key, value in one.items.items())
 
 
 def child(held: Held, key: Any) -> str:

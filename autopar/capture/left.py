@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from autopar.capture.counted import Count
-from autopar.capture.held import ABSENT, Held, Opaque, Place, child, is_plain, put_back, same
+from autopar.capture.held import ABSENT, Held, Opaque, Place, child, is_plain, places, put_back, same
 from autopar.capture.reach import loaded_in
 from autopar.capture.state import Change, State
 from autopar.capture.walk import TABLES
@@ -125,13 +125,10 @@ def left_by(
     comparison = _Comparison(start, first, written, {c.path: c.after for c in traced}, frozenset(c.path for c in counts))
     held = tuple(comparison.held())
     owners = {
-        id(value): Place(one, key)
-        for one in first.held
-        if isinstance(one.holder, dict) and isinstance(one.items, dict) and not one.table
-        for key, value in one.items.items()
-        if isinstance(value, (list, dict, deque))
+        id(value): place
+        for value, place in places(first.held)
+        if isinstance(place.held.holder, (dict, CellType)) and isinstance(value, list if place.key is None else (list, dict, deque))
     }
-    owners |= {id(one.items): Place(one, None) for one in first.held if isinstance(one.holder, CellType) and isinstance(one.items, list)}
     return Left(held, frozenset(comparison.paths), owners, counts, appended)
 
 
