@@ -221,11 +221,12 @@ def compile(  # noqa: A001  (the field's word)
     batch. plan: a Plan or a plan file instead of a search. verify: compare the loss of the example batch with the original
     model's before anything is trained, else VerificationError.
 
-    outputs: 'loss': a call returns the loss alone. 'all': all that the original returns, every tensor whole on every rank; gradients
-    go through the loss alone (with loss=fn a call returns just the loss in training). 'trained': as 'all', and gradients go through every
-    output beside the loss that the model makes, as if it made none: to distil a teacher's logits. A model that computes no loss returns
-    what the original returns in any case, and gradients go through that; so does a call without labels. What cannot run as it was planned
-    is, but for 'loss' and under torch.no_grad(), computed by the original with whole parameters on every rank.
+    outputs: 'loss': a call returns the loss, and computes the rest of what the original returns where it is read. 'all': all that the
+    original returns, every tensor whole on every rank; gradients go through the loss alone (with loss=fn a call returns just the loss in
+    training). 'trained': as 'all', and gradients go through every output beside the loss that the model makes, as if it made none: to
+    distil a teacher's logits. A model that computes no loss returns what the original returns in any case, and gradients go through that;
+    so does a call without labels. What cannot run as it was planned is, but for 'loss' and under torch.no_grad(), computed by the original
+    with whole parameters on every rank.
 
     local_batch: each data-parallel rank is called with its own part of the batch (`autopar.sampler` loads it); example_inputs are the
     global batch all the same. Without it every rank is called with the global batch. What is not of samples (weights of classes) is given
@@ -311,6 +312,7 @@ def compile(  # noqa: A001  (the field's word)
             module = ParallelModule(
                 load(compiled.source, backend=backend), tensors_of(captured), original=model, another=another,
                 guards=captured.guards, returns=captured.returns, returned=captured.returned,
+                around_loss=captured.around_loss,
                 outputs="all" if wanted_outputs else "loss", autocast=captured.autocast, dtype=dtype,
                 local_batch=local_batch, example=inputs, read=names_read(captured.program),
             )  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +24,9 @@ from autopar.ir import Buffer, Param, Program, refs
 from autopar.planner import Plan, complete
 from autopar.render import load, positional_names
 from autopar.run import ParallelModule
-from autopar.run.form import Emitted, Guards
+from autopar.run.form import Anew, Emitted
 from autopar.run.grad_mode import with_gradients
 from autopar.run.manifest import ParamSpec
-from autopar.run.outputs import Returned
 from autopar.run.together import decided_by_rank_0, done_by_all
 from autopar.unfrozen import unplanned_text
 from cost_models.cluster import Cluster
@@ -64,14 +63,14 @@ class Variants:
         self._told: set[str] = set()  # parameters that train and were not planned to
         self._told_of_odd_batches = False
 
-    def __call__(
-        self, module: ParallelModule, inputs: Any, why: str
-    ) -> tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]:
-        """Collective. why: what has changed of the model, in words. Raises ValueError if the plan's decisions do not fit, CaptureError."""
-        plan, captured = self._plan, self._captured_by_all(module, inputs, why)
+    def __call__(self, module: ParallelModule, inputs: Any, why: str, everything: bool) -> Anew:
+        """Collective. why: what has changed of the model, in words. everything: all that it returns is computed, whatever was asked for
+        when it was compiled. Raises ValueError if the plan's decisions do not fit, CaptureError."""
+        outputs = True if everything else self._outputs
+        plan, captured = self._plan, self._captured_by_all(module, inputs, why, outputs)
         program = captured.program
         try:
-            captured, emitted = self._fitting(module, captured, inputs, why)
+            captured, emitted = self._fitting(module, captured, inputs, why, outputs)
             program = captured.program
         except PlanError as e:
             count = program.batch_size or 0
@@ -97,25 +96,29 @@ class Variants:
                 )
         constants = {b.fqn or b.value for b in program.buffers if b.fqn is None or b.region}
         tensors = {name: tensor for name, tensor in tensors_of(captured).items() if name in constants}
-        return emitted, tensors, captured.guards, captured.returned
+        return Anew(
+            emitted=emitted, tensors=tensors, guards=captured.guards, returned=captured.returned, around_loss=captured.around_loss
+        )
 
-    def _fitting(self, module: ParallelModule, captured: Captured, inputs: Any, why: str) -> tuple[Captured, Emitted]:
+    def _fitting(
+        self, module: ParallelModule, captured: Captured, inputs: Any, why: str, outputs: bool | None
+    ) -> tuple[Captured, Emitted]:
         """What was captured, emitted. Where the plan's decisions do not fit what trains now, and the model computes the same in any case:
         the model as it was planned to train; it has gradients of what is frozen, which nobody takes. PlanError if neither fits."""
         try:
             return captured, self._emitted(module, captured)
         except PlanError:
             with module.trained_as_planned() as otherwise:
-                as_planned = self._captured_by_all(module, inputs, why) if otherwise else None
+                as_planned = self._captured_by_all(module, inputs, why, outputs) if otherwise else None
             if as_planned is None or not _compute_the_same(captured.program, as_planned.program):
                 raise
             return as_planned, self._emitted(module, as_planned)
 
-    def _captured_by_all(self, module: ParallelModule, inputs: Any, why: str) -> Captured:
+    def _captured_by_all(self, module: ParallelModule, inputs: Any, why: str, outputs: bool | None) -> Captured:
         written, trains = module.written_parameters, torch.is_grad_enabled()
         with with_gradients(), module.captured_at_home():
             return done_by_all(
-                lambda: self._captured(inputs, why, written=written, trains=trains),
+                lambda: self._captured(inputs, why, written=written, trains=trains, outputs=outputs),
                 same=lambda c: program_hash(c.program), what="capture for other inputs",
             )  # fmt: skip
 
@@ -128,7 +131,7 @@ class Variants:
         return emitted
 
     def _captured(self, inputs: Any, why: str, **how: Any) -> Captured:
-        how |= {"loss": self._loss, "outputs": self._outputs, "dtype": self._dtype}
+        how |= {"loss": self._loss, "dtype": self._dtype}
         again = functools.partial(captured_alike, self._model, inputs, apart=self._apart, **how)
         if why:  # what has changed may change again: sizes that it decides are those of a call, where they can be
             with contextlib.suppress(CaptureError):

@@ -15,7 +15,7 @@ from autopar.compare import digest
 from autopar.errors import PlanError
 from autopar.render import load
 from autopar.run import ParallelModule
-from autopar.run.form import Emitted, Guards
+from autopar.run.form import Anew
 from autopar.run.part import local
 from autopar.run.region import Region
 from autopar.run.state import assemble
@@ -77,14 +77,14 @@ class _Prepared:
     def __init__(self, module: ParallelModule, forms: Mapping[Call, Form]) -> None:
         self._module, self._forms, self.batch = module, forms, 0
 
-    def __call__(self, inputs: Any, why: str) -> tuple[Emitted, Mapping[str, Tensor], Guards | None, None]:
+    def __call__(self, inputs: Any, why: str, everything: bool) -> Anew:
         module, training = self._module, self._module.training
         form = self._forms.get((training, self.batch))
         if form is None:
             raise ValueError(f"batch {self.batch} in {'training' if training else 'evaluation'} mode cannot run under this plan")
         emitted = load(form.source)
         Variants.check(module, emitted)
-        return emitted, form.tensors, None, None
+        return Anew(emitted=emitted, tensors=form.tensors)
 
 
 def train_on_rank(task: Task) -> Found:

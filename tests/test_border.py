@@ -90,25 +90,6 @@ def test_outputs_beside_the_loss_in_evaluation(pair: WorkerPool, plan: str) -> N
     compare(pair, _outputs, plan)
 
 
-def _refused_outputs() -> list[str]:
-    model = build({"tp": 2})
-    found = model(*batch())
-    said = []
-    for read in (lambda: found["logits"], lambda: found.logits, lambda: list(found)):
-        try:
-            read()
-        except AttributeError as error:
-            said.append(str(error))
-    assert found.loss is found and found[0] is found and float(found["loss"].detach()) == found.item()
-    return said
-
-
-def test_other_outputs_say_how_to_get_them(pair: WorkerPool) -> None:
-    for said in pair.run(_refused_outputs, timeout_s=60):
-        assert len(said) == 3
-        assert all("the original returns dict with keys ['loss', 'logits']" in text and "outputs='all'" in text for text in said)
-
-
 def _generated(pins: dict[str, Any] | None) -> list[float]:
     model = build(pins)
     losses = steps(model)

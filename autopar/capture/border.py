@@ -44,7 +44,7 @@ class TracedCall:
     """The traced call of a model. changes: what it changed outside of registries. own_gradients: custom autograd functions and hooks
     that ran. drawn: the generators other than torch's that it drew from. answers: what it asked of the model's state. shows: a line that
     prints or logs a tensor; "" if there is none. attributes: what it asked for of parameters and buffers. numbers: the places at which it
-    left a number that is made of a tensor. modes: the modules whose training mode it set to another."""
+    left a number that is made of a tensor. modes: the modules whose training mode it set to another. around_loss: as of End."""
 
     exported: ExportedProgram
     changes: tuple[Change, ...]
@@ -57,6 +57,7 @@ class TracedCall:
     attributes: tuple[Asked, ...] = ()
     numbers: frozenset[str] = frozenset()
     modes: tuple[tuple[nn.Module, bool], ...] = ()
+    around_loss: Returned | None = None
 
     @property
     def hooks(self) -> list[str]:
@@ -95,7 +96,7 @@ def traced(
     return TracedCall(
         exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=ends[-1].returns,
         returned=ends[-1].returned, answers=ends[-1].answers, shows=ends[-1].shows, attributes=attributes.asked,
-        numbers=ends[-1].numbers, modes=ends[-1].modes,
+        numbers=ends[-1].numbers, modes=ends[-1].modes, around_loss=ends[-1].around_loss,
     )  # fmt: skip
 
 

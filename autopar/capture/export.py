@@ -49,9 +49,9 @@ FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameEr
 @dataclass(frozen=True, slots=True)
 class End:
     """How a traced call ended. state: what the model held. returns: what it returned, in words; "" for what is the loss. returned: its
-    structure, where that was asked for. answers: what it asked of the model's state. shows: a line that prints or logs a tensor; "" if
-    there is none. numbers: the places at which it left a number that is made of a tensor.
-    modes: the modules whose training mode it set to another."""
+    structure, where its tensors are outputs too. around_loss: its structure where they are not; None if that is not known. answers: what
+    it asked of the model's state. shows: a line that prints or logs a tensor; "" if there is none. numbers: the places at which it left a
+    number that is made of a tensor. modes: the modules whose training mode it set to another."""
 
     state: State
     returns: str
@@ -60,6 +60,7 @@ class End:
     shows: str = ""
     numbers: frozenset[str] = frozenset()
     modes: tuple[tuple[nn.Module, bool], ...] = ()
+    around_loss: Returned | None = None
 
 
 class Step(nn.Module):
@@ -108,15 +109,20 @@ class Step(nn.Module):
                 returned = None
                 with torch._C.DisableTorchFunction():
                     returns = "" if _is_scalar(output) or loss not in (None, each_output) else _describe(output)
+                    around_loss = None
+                    containers = {id(one.holder) for one in start.held if isinstance(one.holder, list | dict)}
                     if outputs or not own:
-                        containers = {id(one.holder) for one in start.held if isinstance(one.holder, list | dict)}
                         returned, others = taken_apart(output, result, own_loss=own, held=containers)
                         returned = replace(returned, into=written_into(output, given))
                         self._check_leaves(others)
+                    elif returns:
+                        with contextlib.suppress(CaptureError):  # what the program need not give
+                            around_loss, inside = taken_apart(output, result, held=containers)
+                            around_loss = replace(around_loss, names=tuple(map(str, range(len(inside)))))
                     shows = self.border.shows if said else ""
                     end = State.take(model, loss, start)
                     numbers = frozenset(path for path, leaf in end.leaves.items() if id(_number(leaf)) in self.border.numbers)
-                    ends.append(End(end, returns, returned, tape.answers(), shows, numbers, registries.modes()))
+                    ends.append(End(end, returns, returned, tape.answers(), shows, numbers, registries.modes(), around_loss))
                     assigned = registries.assigned()
                     kept = (result, *others, *left, *(a.new for a in assigned), *end.tensors.values())
                     tape.use(kept, "the end of the forward")

@@ -85,9 +85,10 @@ class Captured:
     training: the model's mode when it was captured. guards: what capture froze, to be asked whether it is still so. written:
     attributes in which each forward of the original leaves a tensor; the program does not. defaults: the parameters of the
     forward that the example call left to their defaults, with these: the program has them frozen too. returns: what the model's
-    forward returns, in words; '' for the loss alone. returned: the same with everything in it, where it was asked for. autocast: what
-    of torch.autocast was on around the call; the casts that it makes are in the program. answers: what the forward asked of the model's
-    own parameters and buffers, for which the program holds. given: places at which the program could give the tensors that a call leaves.
+    forward returns, in words; '' for the loss alone. returned: the same with everything in it, where it was asked for. around_loss: its
+    structure, where it was not; None if that is not known. autocast: what of torch.autocast was on around the call; the casts that it
+    makes are in the program. answers: what the forward asked of the model's own parameters and buffers, for which the program holds. given:
+    places at which the program could give the tensors that a call leaves.
     made: buffers of the state_dict that the first call makes, by name, where the program does not hold them.
     """
 
@@ -103,6 +104,7 @@ class Captured:
     answers: Answers = NONE
     given: tuple[str, ...] = ()
     made: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    around_loss: Returned | None = None
 
 
 def capture(
@@ -327,6 +329,7 @@ def _captured(
     return Captured(
         program, dict(trace.tensors), model.training, guards, left_out, _defaults(model, args, kwargs), found.returns, returned,
         around.autocast, found.answers, () if places else could, {} if calls is None else calls.made,
+        found.around_loss,
     )  # fmt: skip
 
 

@@ -77,8 +77,8 @@ def not_by_all(seen: Mapping[int, Seen]) -> str:
     asks, has = ("asks" if len(apart) == 1 else "ask"), ("has" if len(called) == 1 else "have")
     return (
         f"; {_ranks(apart)} {asks} for something in which all ranks have a part (whole parameters or gradients, norms of them, a "
-        f"state_dict), and {_ranks(called)} {has} gone on to call the model: do it on every rank, not under `if rank == 0`, and print or "
-        f"write on one"
+        f"state_dict, what a call returns beside its loss), and {_ranks(called)} {has} gone on to call the model: do it on every rank, not "
+        f"under `if rank == 0`, and print or write on one"
     )
 
 

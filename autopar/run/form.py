@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from autopar.run.slices import local_slice
 from autopar.run.stage import Stage
 from autopar.run.weights import Step
 
-__all__ = ["Emitted", "Form", "Guards"]
+__all__ = ["Anew", "Emitted", "Form", "Guards"]
 
 
 class Emitted(Protocol):
@@ -56,13 +57,25 @@ class Guards(Protocol):
     def leave(self, outputs: Mapping[str, Tensor]) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Anew:
+    """What another form is made of: see `Form`. tensors: of its constants."""
+
+    emitted: Emitted
+    tensors: Mapping[str, Tensor]
+    guards: Guards | None = None
+    returned: Returned | None = None
+    around_loss: Returned | None = None
+
+
 class Form:
     """What an emitted module runs, for its input shapes and its mode. constants: of this rank, by name. guards: say whether it is
-    still what the user's model does. returned: where the outputs go in what a call returns; None for the loss alone."""
+    still what the user's model does. returned: where the outputs go in what a call returns; None for the loss alone. around_loss: what the
+    original returns then, without its tensors; None if that is the loss, or not known."""
 
     def __init__(
         self, emitted: Emitted, constants: Mapping[str, Tensor], mesh: Mesh, device: torch.device, *, local_batch: bool,
-        guards: Guards | None = None, returned: Returned | None = None,
+        guards: Guards | None = None, returned: Returned | None = None, around_loss: Returned | None = None,
     ) -> None:  # fmt: skip
         manifest = emitted.MANIFEST
         for library in manifest.libraries:
@@ -70,7 +83,7 @@ class Form:
         if len(emitted.STAGES) != len(manifest.places):
             each = f" and {manifest.virtual_stages} on each" if manifest.virtual_stages > 1 else ""
             raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}{each}")
-        self.manifest, self.constants, self.guards, self.returned = manifest, constants, guards, returned
+        self.manifest, self.constants, self.guards, self.returned, self.around_loss = manifest, constants, guards, returned, around_loss
         self.outputs = Outputs(manifest, mesh, device, local=local_batch)
         self.computes = computes_of(manifest.params)
         self.calls = 0

@@ -19,20 +19,19 @@ from torch import Tensor, nn
 from autopar.errors import CaptureError, LaunchError, NoLoss
 from autopar.run import record, state, watchdog
 from autopar.run.autocast import Autocast, ambient
-from autopar.run.form import Emitted, Form, Guards
+from autopar.run.form import Anew, Form
 from autopar.run.grad_mode import with_gradients
 from autopar.run.inputs import Path, Shapes, Structure, arguments_of, as_example, given_as, structure_of
 from autopar.run.lies import Lies
 from autopar.run.manifest import Manifest
-from autopar.run.outputs import Returned
 from autopar.run.region import regions_of
 
 __all__ = ["Another", "Call", "Forms"]
 
 # The mode of each module, what autocast is on, each input's shape or its value, how they are put together, and which parameters train
-# otherwise than planned.
-Key = tuple[bytes, tuple[Autocast, ...], Shapes, Structure, tuple[str, ...]]
-Another = Callable[[Any, str], tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]]
+# otherwise than planned; and whether all that the original returns is computed, where the loss alone was asked for.
+Key = tuple[bytes, tuple[Autocast, ...], Shapes, Structure, tuple[str, ...], bool]
+Another = Callable[[Any, str, bool], Anew]
 FORMS = 64  # that a module keeps: each holds a captured program
 MANY = 16  # of which its user hears: it is some value that changes at every step, or sequences of every length
 
@@ -42,7 +41,7 @@ class Call:
     """A call of the module. args, kwargs: those of the original. given: both, as the user gave them. modes: of the module and each of
     its submodules, whether it trains. otherwise: the parameters that require a gradient and did not when the model was compiled, or do
     not and did, if that may matter. compared: all ranks compare how they are called. outputs: 'all' where the original may compute what
-    cannot run as planned."""
+    cannot run as planned. everything: all that the original returns is computed, also where it was compiled for its loss alone."""
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
@@ -51,6 +50,7 @@ class Call:
     otherwise: tuple[str, ...]
     compared: bool
     outputs: str
+    everything: bool = False
 
     @property
     def training(self) -> bool:
@@ -60,8 +60,8 @@ class Call:
 class Forms:
     """The forms of a module. first: as it was compiled, in these modes and under this autocast, with these example inputs (None: it is as
     if they were all apart). original: the user's model, if there is one. another: makes the form for other inputs or other modes, from
-    the inputs and from what has changed, in words; None: there is no other than the first. whole: collective, a parameter or buffer by
-    its name."""
+    the inputs, from what has changed, in words, and from whether it is to compute all that the original returns; None: there is no other
+    than the first. whole: collective, a parameter or buffer by its name."""
 
     def __init__(
         self, first: Form, *, modes: bytes, autocast: tuple[Autocast, ...], original: nn.Module | None, another: Another | None,
@@ -84,7 +84,7 @@ class Forms:
         if example is not None:
             args, kwargs = arguments_of(example)
             beside, structure = self._asked_of(*given_as(example)), self._structure(args, kwargs)
-        self._made: dict[Key, list[Form]] = {(modes, autocast, first.batch.expected + beside, structure or (), ()): [first]}
+        self._made: dict[Key, list[Form]] = {(modes, autocast, first.batch.expected + beside, structure or (), (), False): [first]}
 
     def of(self, call: Call) -> Form | None:
         """What runs for a call: in another mode than captured, for other inputs, or where something that was frozen at capture has
@@ -102,7 +102,7 @@ class Forms:
                 f"at any time"
             )
         given = first.batch.shapes(call.args, call.kwargs) + self._asked_of(*call.given)
-        key = call.modes, (around := ambient()), given, structure, call.otherwise
+        key = call.modes, (around := ambient()), given, structure, call.otherwise, call.everything
         if mesh.talks:
             record.given(self._number(key))
         if call.compared:
@@ -127,7 +127,7 @@ class Forms:
             inputs = as_example(*first.batch.whole(call.args, call.kwargs), given=call.given)
             start = time.perf_counter()
             try:
-                emitted, tensors, guards, returned = self.another(inputs, changed or "")
+                anew = self.another(inputs, changed or "", call.everything)
             except (CaptureError, ValueError) as why:
                 if torch.is_grad_enabled():
                     raise
@@ -140,9 +140,11 @@ class Forms:
                 self._by_the_original.add(key)
                 return None
             with with_gradients():
-                constants = self._constants_of(emitted.MANIFEST, tensors) | regions_of(emitted.MANIFEST, tensors)
-            local, device = first.batch.local, first.outputs.device
-            form = Form(emitted, constants, mesh, device, local_batch=local, guards=guards, returned=returned)
+                constants = self._constants_of(anew.emitted.MANIFEST, anew.tensors) | regions_of(anew.emitted.MANIFEST, anew.tensors)
+            form = Form(
+                anew.emitted, constants, mesh, first.outputs.device, local_batch=first.batch.local, guards=anew.guards,
+                returned=anew.returned, around_loss=anew.around_loss,
+            )  # fmt: skip
             self._captures, self._seconds = self._captures + 1, self._seconds + time.perf_counter() - start
             if self._captures == MANY and mesh.rank == 0:
                 warnings.warn(self._many(changed), stacklevel=2)
@@ -260,7 +262,7 @@ class Forms:
 
 def _shown(key: Key) -> str:
     """A key, for people."""
-    modes, around, shapes, _, otherwise = key
+    modes, around, shapes, _, otherwise, _ = key
     given = ", ".join(f"{'.'.join(map(str, path))} {shape if isinstance(shape, str) else _of_a_tensor(*shape)}" for path, shape in shapes)
     mode = "training" if all(modes) else "evaluation" if not any(modes) else f"evaluation of {modes.count(0)} of {len(modes)} modules"
     more = f" and {len(otherwise) - 1} more" if otherwise[1:] else ""

@@ -20,14 +20,14 @@ from autopar.run.again import Again, Remembered
 from autopar.run.alike import begin_writing, check_written
 from autopar.run.alone import as_one_process
 from autopar.run.asked import OF_GRADIENTS
-from autopar.run.autocast import Autocast, without
+from autopar.run.autocast import Autocast, ambient, without
 from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.batches import GivenBatches
 from autopar.run.broken_off import broken_off
 from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
 from autopar.run.checkpointed import not_kept_for_later
 from autopar.run.dtypes import dtype_named
-from autopar.run.form import Emitted, Form, Guards
+from autopar.run.form import Anew, Emitted, Form, Guards
 from autopar.run.forms import Call, Forms
 from autopar.run.full_states import whole_where_full
 from autopar.run.gathered import GatheredWhereUsed, Orders, Units
@@ -37,7 +37,7 @@ from autopar.run.inputs import as_programs_take
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Mesh
-from autopar.run.outputs import Returned, as_returned
+from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.random_numbers import RandomNumbers
 from autopar.run.region import regions_of
@@ -47,13 +47,14 @@ from autopar.run.stepping import close_steps, hook_optimizers
 from autopar.run.together import done_by_all
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.twice import Twice
+from autopar.run.unread import Kind, Loss, Past, around, as_returned, once_more
 from autopar.run.weights import Step, Weights
 from autopar.run.with_state import WithState
 from autopar.run.without_data import without_values
 
 __all__ = ["Emitted", "ParallelModule"]
 
-Another = Callable[["ParallelModule", Any, str], tuple[Emitted, Mapping[str, Tensor], Guards | None, Returned | None]]
+Another = Callable[["ParallelModule", Any, str, bool], Anew]
 CHECKED = 3  # calls, of which all ranks compare what they were given
 WRITES_FILES = ("save_pretrained", "push_to_hub")  # methods of the models of transformers, peft and others: some gather on one rank alone
 
@@ -77,8 +78,9 @@ class ParallelModule(WithState):
     batch. debug: before each step all ranks compare what they were given (also AUTOPAR_DEBUG=1), else in the first few calls.
     original: the user's model; without it the module has the names of its parameters alone. another: makes the form for other inputs or
     other modes. guards: of the captured program. returns: what the original's forward returns, in words; '' for the loss alone;
-    returned: all of it, without its tensors. outputs: 'all': a call returns all that the original returns. Where that cannot run as it
-    was planned and gradients are off, as for a call without labels, the original computes it, with whole parameters on every rank.
+    returned: all of it, without its tensors, where these are computed; around_loss: where they are not. outputs: 'all': a call returns all
+    that the original returns. Where that cannot run as it was planned and gradients are off, as for a call without labels, the original
+    computes it, with whole parameters on every rank.
     autocast, dtype: under which torch.autocast the program was captured, and what float32 parameters are cast to where they are used.
     example: the inputs with which it was captured: in another call they may be one tensor where these are two, which code may ask.
 
@@ -103,6 +105,7 @@ class ParallelModule(WithState):
     _dtype: torch.dtype | None
     _returns: str
     _outputs: str
+    _read: set[Kind]  # of calls of which more than the loss was read
     _random: RandomNumbers
     _given: GivenBatches
     _calls: int
@@ -124,6 +127,7 @@ class ParallelModule(WithState):
         guards: Guards | None = None,
         returns: str = "",
         returned: Returned | None = None,
+        around_loss: Returned | None = None,
         outputs: str = "loss",
         autocast: tuple[Autocast, ...] = (),
         dtype: torch.dtype | None = None,
@@ -141,7 +145,7 @@ class ParallelModule(WithState):
         join_process_group(device)
         keep["mesh"] = mesh = Mesh(manifest.mesh, device, shard=manifest.shard, places=manifest.places)
         keep["_debug"] = debug if debug is not None else debug_level() >= 1
-        keep["_returns"], keep["_outputs"] = returns, outputs
+        keep["_returns"], keep["_outputs"], keep["_read"] = returns, outputs, set()
         if original is not None:
             self._stands_for(original)
             keep |= {name: original.__dict__[name] for name in REGISTRIES}
@@ -156,7 +160,9 @@ class ParallelModule(WithState):
         tree.constants.update(regions_of(manifest, tensors))
         tree.asks_what_trains = guards is not None and any(map(guards.reads, OF_GRADIENTS))
         self._put_together()
-        form = Form(emitted, tree.constants, mesh, device, local_batch=local_batch, guards=guards, returned=returned)
+        form = Form(
+            emitted, tree.constants, mesh, device, local_batch=local_batch, guards=guards, returned=returned, around_loss=around_loss
+        )
         if original is None:
             self.training = manifest.training
         keep["_dtype"] = dtype
@@ -175,8 +181,9 @@ class ParallelModule(WithState):
     # --------------------------------------------------------------------------------------------------------- training
     def forward(self, *args: object, **kwargs: object) -> Any:
         """The loss of a batch (a scalar, the same on every rank). args, kwargs: those of the original model, with tensors of the global
-        batch (where it was compiled with local_batch=True, of this rank's part). Where the original returns more than its loss, the loss is
-        also what `.loss`, `["loss"]` and `[0]` give. With outputs='all', and where the original computes no loss: all that it returns,
+        batch (where it was compiled with local_batch=True, of this rank's part). Where the original returns more than its loss, this is a
+        tensor, the loss, that can be taken apart as what the original returns; the tensors beside the loss are computed when they are
+        read, which all ranks do alike. With outputs='all', and where the original computes no loss: all that it returns,
         every tensor whole on every rank.
 
         Raises TypeError or ValueError naming the input that is missing, unknown or not as planned, or what of the model has changed
@@ -198,9 +205,10 @@ class ParallelModule(WithState):
         try:
             args, kwargs = as_programs_take(args, kwargs)
             compared = self._debug or self._calls < CHECKED
+            everything = self._outputs == "loss" and (self.training, torch.is_grad_enabled()) in self._read
             call = Call(
                 args=args, kwargs=kwargs, given=given, modes=self._modes(), otherwise=self._tree.otherwise, compared=compared,
-                outputs=self._outputs,
+                outputs="all" if everything else self._outputs, everything=everything,
             )  # fmt: skip
             form = self._forms.of(call)
             self.__dict__["_calls"] += 1
@@ -208,7 +216,7 @@ class ParallelModule(WithState):
                 returned = self._of_the_original(args, kwargs)
             else:
                 with without(), not_kept_for_later():  # the program has the casts, and says what runs again
-                    returned = self._run(form, args, kwargs)
+                    returned = self._run(form, call)
                 if form.returned is not None:
                     returned = form.returned.given_back(returned, *given)
         except Exception as error:
@@ -218,11 +226,11 @@ class ParallelModule(WithState):
         record.phase(record.OUTSIDE)
         return returned
 
-    def _run(self, form: Form, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def _run(self, form: Form, call: Call) -> Any:
         mesh, tree = self.mesh, self._tree
         self.__dict__["_ran"] = form
         manifest = form.manifest
-        bound = form.batch.bind(args, kwargs)
+        bound = form.batch.bind(call.args, call.kwargs)
         tree.write(form.guards.written(tree.gathered) if form.guards is not None else {})
         if self._debug or form.calls < CHECKED:
             form.batch.check_equal(bound)
@@ -241,8 +249,8 @@ class ParallelModule(WithState):
         run: OpenRun | None = None
         try:
             with self._random.of_a_call(draws=manifest.draws):
-                call = Remembered(form, tree, bound, rest, training=self.training) if differentiates else None
-                twice = Twice(call) if call is not None else None
+                remembered = Remembered(form, tree, bound, rest, training=self.training)
+                twice = Twice(remembered) if differentiates else None
                 parts = form.micro_batches(rest.inputs.parts)
                 if form.open and differentiates:
                     run = form.run_open(parts, step)
@@ -258,19 +266,38 @@ class ParallelModule(WithState):
             step.finish()
         outputs: Mapping[str, Tensor] = {}
         if form.returned is None:
-            returned = as_returned(rest.of_loss(loss, twice) if twice is not None else loss.detach(), self._returns)
-        elif run is not None and call is not None and twice is not None:
+            loss = rest.of_loss(loss, twice) if twice is not None else loss.detach()
+            returned = as_returned(loss, self._returns, self._around(form, call, remembered, loss))
+        elif run is not None and twice is not None:
             values = form.outputs.collected(run.made, None)
-            outputs = form.returned.marked(rest.of_outputs(values, run, Again(call, self._begun), twice))
+            outputs = form.returned.marked(rest.of_outputs(values, run, Again(remembered, self._begun), twice))
             returned = form.returned.put_together(None, outputs)
         else:
             loss = rest.of_loss(loss, twice) if twice is not None else loss.detach()
             outputs = form.returned.marked(form.outputs.collected(made, loss))
             is_whole = form.open or form.returned.has_loss or not torch.is_grad_enabled()
             returned = form.returned.put_together(loss, outputs) if is_whole else loss
+            if call.everything and form.returned.has_loss:
+                returned = as_returned(loss, self._returns, returned)
         if form.guards is not None:
             form.guards.leave(outputs)
         return returned
+
+    def _around(self, form: Form, call: Call, remembered: Remembered, loss: Tensor) -> Any:
+        """What the original returns in a call that has computed its loss alone; None if that is not known."""
+        if form.around_loss is None or self.original is None:
+            return None
+        past = Past(
+            call=call, remembered=remembered, tree=self._tree, model=self.manifest.model, returns=self._returns, number=self._calls,
+            loss=loss, autocast=ambient(), grad=torch.is_grad_enabled(),
+        )  # fmt: skip
+
+        def all_of() -> list[Tensor]:
+            found = once_more(past, self._forms, self._begun, self._modes())
+            self._read.add(past.kind)
+            return found
+
+        return around(loss, form.around_loss, all_of)
 
     def _begun(self, form: Form, bound: Mapping[str, Tensor], trainable: Sequence[tuple[str, nn.Parameter]]) -> Backward:
         """The weights of a forward pass, and what is left of it for backward."""
@@ -317,7 +344,9 @@ class ParallelModule(WithState):
         returned = self._ran.returned
         if self._ran.open:
             raise ValueError(f"{self.manifest.model} returns no loss, and train_step needs one: compile it with loss=fn")
-        loss: Tensor = result if returned is None or not returned.has_loss else returned.loss_in(result)
+        loss: Tensor = result
+        if returned is not None and returned.has_loss and not isinstance(result, Loss):
+            loss = returned.loss_in(result)
         loss.backward()
         return loss.detach()
 

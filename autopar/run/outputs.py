@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -11,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C import _disabled_torch_function_impl
 from torch.distributions import Distribution, Transform
 from torch.utils import _pytree as pytree
 
@@ -26,54 +26,7 @@ from autopar.run.part import Parted
 from autopar.run.plain import plainly
 from autopar.run.slices import joined, local_slice
 
-__all__ = [
-    "Inner", "Loss", "Outputs", "Returned", "as_returned", "check_seen", "dicts_given", "found_in", "taken_apart", "written_into",
-]  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------------ the loss alone
-class Loss(Tensor):
-    """The global loss, a scalar, with the ways to reach it that the original's result has. Anything else of that result raises."""
-
-    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
-    _returns: str
-
-    @property
-    def loss(self) -> Tensor:
-        """The loss itself."""
-        return self
-
-    def __getitem__(self, index: Any) -> Any:
-        if index in ("loss", 0):
-            return self
-        self._refuse(f"[{index!r}]")
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """As of a dict."""
-        return self[name]
-
-    def __iter__(self) -> Iterator[Any]:
-        self._refuse("its elements")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        self._refuse(f".{name}")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise AttributeError(
-            f"the original returns {self._returns}; the parallel module returns its loss alone, and not {what}. With "
-            f"autopar.compile(model, ..., outputs='all') a call returns all of it"
-        )
-
-
-def as_returned(loss: Tensor, returns: str) -> Tensor:
-    """The loss as a call returns it. returns: what the original returns, in words; '' for the loss itself."""
-    if not returns:
-        return loss
-    found = loss.as_subclass(Loss)
-    found._returns = returns
-    return found
+__all__ = ["Inner", "Outputs", "Returned", "check_seen", "dicts_given", "ended_by", "found_in", "taken_apart", "written_into"]
 
 
 class Inner(Tensor):
@@ -292,7 +245,15 @@ def _apart(output: Any, loss: Tensor, tensors: list[Tensor], held: Container[int
 def _record(leaf: Any, fields: Returned) -> _Record:
     if isinstance(leaf, dict):
         return _MadeDict(type(leaf), _attributes(leaf), fields)
-    return _MadeObject(type(leaf), fields) if isinstance(leaf, _DISTRIBUTIONS) else _Made(leaf, fields)
+    return _MadeObject(type(leaf), fields) if isinstance(leaf, _DISTRIBUTIONS) else _Made(_without_fields(leaf, fields), fields)
+
+
+def _without_fields(leaf: Any, fields: Returned) -> Any:
+    """A copy of a record that keeps none of what its fields hold alive."""
+    bare = copy.copy(leaf)
+    for name in pytree.tree_unflatten(fields.leaves, fields.spec):
+        object.__setattr__(bare, name, None)
+    return bare
 
 
 def found_in(output: Any) -> Iterator[Any]:
@@ -361,6 +322,11 @@ class _Ends(torch.autograd.Function):
         )
 
 
+def ended_by(value: Tensor, loss: Tensor | None) -> Tensor:
+    """An output beside a loss: where the loss has gradients, backward by this raises RuntimeError."""
+    return _Ends.apply(value, loss) if loss is not None and loss.requires_grad else value
+
+
 class Outputs:
     """The tensors that the ranks of a stage return beside what they send, as the original returns them: whole, on every rank."""
 
@@ -389,7 +355,7 @@ class Outputs:
             if self._mesh.pp.size > 1 and not of_all:
                 value = value.contiguous()
                 comm.broadcast_(value, self._mesh.pp.ranks[self._of[spec.stage]], self._mesh.pp)
-            found[spec.name] = _Ends.apply(value, loss) if spec.grad and loss is not None and loss.requires_grad else value
+            found[spec.name] = ended_by(value, loss) if spec.grad else value
         return found
 
     def cotangents(self, grads: Mapping[str, Tensor | None], micro_batches: int) -> list[list[Tensor | None]]:

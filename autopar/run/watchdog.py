@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from autopar.errors import SettingError
 from autopar.run import record
-from autopar.run.account import culprit, killed, not_equally_often, wait_of, whereabouts
+from autopar.run.account import culprit, killed, not_by_all, not_equally_often, wait_of, whereabouts
 from autopar.run.leaving import Leaving
 from autopar.run.record import Other, Own, Seen
 
@@ -256,7 +256,7 @@ class Watchdog:
     def _without_end(self) -> bool:
         """Whether all ranks are seen to wait for one another."""
         seen = self._all()
-        return len(seen) == self.world and all(s.waits for s in seen.values()) and bool(not_equally_often(seen))
+        return len(seen) == self.world and all(s.waits for s in seen.values()) and bool(not_equally_often(seen) or not_by_all(seen))
 
     def _saves_alone(self, own: Seen) -> bool:
         """Whether this rank saves a checkpoint, and a rank of this machine is about something else."""

@@ -1,0 +1,271 @@
+"""What a call gives where the original returns more than its loss, and the loss alone was asked for: a tensor, the loss, with all that the
+original returns around it. The other tensors are computed when they are read.
+
+The call is run forward once more for that, with all that it returns, as it was: the same inputs, parameters and random numbers. Who reads
+once reads again: later calls in the same mode compute all of it at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._C import _disabled_torch_function_impl
+from torch.utils import _pytree as pytree
+
+from autopar.errors import CaptureError
+from autopar.run import comm, record
+from autopar.run.again import Remembered
+from autopar.run.alike import done_by_every_rank
+from autopar.run.autocast import Autocast, under, without
+from autopar.run.backward import Backward
+from autopar.run.checkpointed import not_kept_for_later
+from autopar.run.form import Form
+from autopar.run.forms import Call, Forms
+from autopar.run.outputs import Returned, ended_by
+from autopar.run.plain import users_level
+from autopar.run.random_numbers import seeded
+from autopar.run.schedule import Made
+from autopar.run.tree import Tree
+from autopar.run.weights import Weights, buffers_kept
+
+__all__ = ["Kind", "Loss", "Past", "Unread", "around", "as_returned", "once_more"]
+
+Kind = tuple[bool, bool]  # calls in training mode, and with gradients
+Begun = Callable[[Form, Mapping[str, Tensor], Sequence[tuple[str, nn.Parameter]]], Backward]
+_OF_TENSORS = frozenset(dir(Tensor))
+
+
+# ---------------------------------------------------------------------------------------------------- what a call gives
+class Loss(Tensor):
+    """The global loss, a scalar, and what the original returns around it (None: that is not known, and reading it raises). It is a tensor
+    in any case: `.loss`, `["loss"]` and `[0]` are the loss where the original's result has no other meaning for them."""
+
+    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
+    _returns: str
+    _plain: Tensor  # as which the loss stands in `_all`
+    _all: Any
+    _fields: frozenset[str]  # attributes of the original's result that tensors have too
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss itself, or what the loop has put in its place."""
+        held = self._all.get("loss") if isinstance(self._all, Mapping) else getattr(self._all, "loss", None)
+        return self._shown(held) if isinstance(held, Tensor) else self
+
+    @loss.setter
+    def loss(self, value: Any) -> None:
+        self._known(".loss").loss = value
+
+    def __getattribute__(self, name: str) -> Any:
+        known = object.__getattribute__(self, "__dict__")
+        if name in known.get("_fields", ()):
+            return self._shown(getattr(known["_all"], name))
+        return super().__getattribute__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._shown(getattr(self._known(f".{name}"), name))
+
+    def __getitem__(self, index: Any) -> Any:
+        is_loss = isinstance(index, (str, int)) and index in ("loss", 0)
+        if self._all is None and is_loss:
+            return self
+        try:
+            return self._shown(self._known(f"[{index!r}]")[index])
+        except (LookupError, TypeError):
+            if is_loss:
+                return self
+            raise
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._known(f"[{index!r}]")[index] = value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dict."""
+        return self[name] if name in self._known(".get") else default
+
+    def keys(self) -> Any:
+        """As of a dict."""
+        return self._known(".keys").keys()
+
+    def values(self) -> Any:
+        """As of a dict."""
+        return [self._shown(x) for x in self._known(".values").values()]
+
+    def items(self) -> Any:
+        """As of a dict."""
+        return [(name, self._shown(x)) for name, x in self._known(".items").items()]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known("its elements")
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._shown, self._known("its elements"))
+
+    def __len__(self) -> int:
+        return len(self._known("its elements"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved, it is the loss alone."""
+        return self._plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._plain.__deepcopy__(memo)
+
+    def _known(self, what: str) -> Any:
+        if self._all is None:
+            raise AttributeError(
+                f"the original returns {self._returns}; the parallel module returns its loss alone, and not {what}. With "
+                f"autopar.compile(model, ..., outputs='all') a call returns all of it"
+            )
+        return self._all
+
+    def _shown(self, value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(map(self._shown, value))
+        return self if value is self._plain else value
+
+
+def as_returned(loss: Tensor, returns: str, result: Any = None) -> Tensor:
+    """The loss as a call returns it. returns: what the original returns, in words; '' for the loss itself. result: all of that, with the
+    loss in it."""
+    if not returns and result is None:
+        return loss
+    found = loss.as_subclass(Loss)
+    found._returns, found._plain, found._all = returns, loss, result
+    fields: set[str] = set()
+    if dataclasses.is_dataclass(result):
+        fields = {f.name for f in dataclasses.fields(result)}
+    elif type(result) is SimpleNamespace:
+        fields = set(vars(result))
+    found._fields = frozenset(fields & _OF_TENSORS)
+    return found
+
+
+class Unread(Tensor):
+    """Stands where the original returns a tensor that was not computed. Whatever is asked of it is asked of that tensor, which is computed
+    then: collectively, on all ranks."""
+
+    _tensor: Callable[[], Tensor]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(cls, cls.read, (args, kwargs or {}), is_leaf=_is_size)
+        return func(*args, **kwargs)
+
+    def read(self) -> Tensor:
+        """The tensor itself."""
+        return self._tensor()
+
+
+def _is_size(x: object) -> bool:
+    return isinstance(x, torch.Size)  # which would come back as a tuple
+
+
+def around(loss: Tensor, returned: Returned, all_of: Callable[[], Sequence[Tensor]]) -> Any:
+    """What the original returns, with what stands for its tensors. all_of: gives these when one is read."""
+    kept = functools.cache(all_of)
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = {name: _unread(kept, place) for place, name in enumerate(returned.names)}
+    return returned.put_together(loss, tensors)
+
+
+def _unread(all_of: Callable[[], Sequence[Tensor]], place: int) -> Unread:
+    found = torch.empty(0, device="cpu").as_subclass(Unread)
+    found._tensor = lambda: all_of()[place]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- the call once more
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Past:
+    """A call of which the loss alone was computed. call: how the module was called; remembered: of what; tree: where the module's tensors
+    are; model: its name; returns: what the original returns, in words; number: of the call; loss: as it was given to the user; autocast:
+    around it."""
+
+    call: Call
+    remembered: Remembered
+    tree: Tree
+    model: str
+    returns: str
+    number: int
+    loss: Tensor
+    autocast: tuple[Autocast, ...]
+    grad: bool
+
+    @property
+    def kind(self) -> Kind:
+        """The calls that are read as this one is."""
+        return self.call.training, self.grad
+
+    def refuse(self, why: object) -> NoReturn:
+        """RuntimeError: what the call did not compute cannot be computed any more."""
+        raise RuntimeError(
+            f"the original returns {self.returns}; a call computes its loss, and the rest where it is read, by running forward once more. "
+            f"For this call that cannot be done: {why}. With autopar.compile(model, ..., outputs='all') every call computes all of it"
+        )
+
+
+def once_more(past: Past, forms: Forms, begun: Begun, modes: bytes) -> list[Tensor]:
+    """Collective: the tensors that the call would have returned beside the loss; only the loss gives gradients. begun: what is left for
+    backward of a form, in which nothing is. modes: of the module now. RuntimeError where what the call was of has changed since."""
+    call, remembered, mesh = past.call, past.remembered, past.remembered.form.mesh
+    done_by_every_rank("compute", f"what call {past.number} of {past.model} returns beside its loss")
+    if modes != call.modes or past.tree.otherwise != call.otherwise:
+        past.refuse("since then the mode of the module has changed, or which parameters train. It is to be read before")
+    if not remembered.unchanged():
+        past.refuse("since then parameters, buffers or inputs of the call have changed, as by an optimizer's step. It is to be read before")
+    try:
+        with torch.set_grad_enabled(past.grad), under(past.autocast):
+            form = forms.of(dataclasses.replace(call, outputs="all", everything=True, compared=False))
+    except (CaptureError, ValueError) as error:
+        past.refuse(error)
+    if form is None or form.returned is None:
+        past.refuse("all that it returns does not fit the plan")
+    if form.reread:
+        past.refuse(f"it has changed {form.reread[0]}, of which it computes")
+    record.phase(record.FORWARD)
+    made: Made = []
+    with torch.no_grad(), without(), not_kept_for_later(), buffers_kept(), seeded(remembered.seed, form.device):
+        rest = begun(form, form.batch.bind(call.args, call.kwargs), ())
+        for stage in form.stages.values():
+            stage.train(remembered.training)
+            stage.weights = Weights(rest.step)
+        try:
+            loss = form.run(form.micro_batches(rest.inputs.parts), rest.step, made)
+        finally:
+            for stage in form.stages.values():
+                del stage.weights
+        if mesh.pp.size > 1:
+            comm.broadcast_(loss, mesh.pp.ranks[form.manifest.places[-1]], mesh.pp)
+        rest.step.finish()
+        values = form.outputs.collected(made, None)
+    record.phase(record.OUTSIDE)
+    _compare(past, loss)
+    if mesh.rank == 0:
+        mode = f"{'training' if call.training else 'evaluation'} mode{'' if past.grad else ' without gradients'}"
+        warnings.warn(
+            f"{past.model} returns {past.returns}, of which more than the loss is read: that call was run forward a second time, and from "
+            f"now on calls in {mode} compute all of it. autopar.compile(model, ..., outputs='all') computes all from the first call on",
+            stacklevel=users_level(),
+        )
+    differentiable = form.outputs.differentiable
+    return [ended_by(values[name], past.loss) if name in differentiable else values[name] for name in form.returned.names]
+
+
+def _compare(past: Past, loss: Tensor) -> None:
+    """Whether the call has come to the same loss."""
+    first, again = past.loss.detach().item(), loss.item()
+    tolerance = torch.finfo(loss.dtype).eps ** 0.5
+    if not (abs(first - again) <= tolerance * abs(first) or (math.isnan(first) and math.isnan(again)) or first == again):
+        past.refuse(f"forward comes to the loss {again!r} when it is run once more, and came to {first!r} before")

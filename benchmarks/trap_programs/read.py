@@ -1,0 +1,337 @@
+"""Programs that read what a model returns beside its loss, compiled as they are: metrics in training, predictions in evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks._transformers import load_transformers
+from benchmarks._traps_kit import (
+    BATCH,
+    CLASSES,
+    HIDDEN,
+    Compile,
+    InDict,
+    Net,
+    Normed,
+    Results,
+    batch,
+    batches,
+    gradients,
+    program,
+    seeded,
+    sgd,
+    state,
+)
+
+KIND = "read"
+MORE = ("hybrid3", "dp2mb2", "dp2tp2")
+
+
+class NormedInDict(Normed, InDict):
+    """Statistics of batches, which a call is not to add twice."""
+
+
+class Counting(NormedInDict):
+    """Counts its calls, and says how many there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.sizes = 0, list[int]()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        self.sizes.append(x.shape[0])
+        self.seen += x.shape[0]
+        return super().forward(x, y)
+
+
+def accuracy(logits: Tensor, y: Tensor) -> float:
+    return float((logits.argmax(-1) == y).double().mean())
+
+
+@program(KIND, plans=MORE)
+def accuracy_of_each_batch(compile: Compile) -> Results:
+    model = compile(seeded(InDict), example_inputs=batch())
+    optimizer, found = sgd(model), list[float]()
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        out = model(x, y)
+        out["loss"].backward()
+        found += [out["loss"].item(), accuracy(out["logits"], y), out["logits"].detach().norm().item()]
+        optimizer.step()
+    return {"found": found, "state": state(model)}
+
+
+@program(KIND)
+def accuracy_before_backward(compile: Compile) -> Results:
+    """Between the call and its backward pass."""
+    model = compile(seeded(NormedInDict), example_inputs=batch())
+    optimizer, found = sgd(model), list[float]()
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        out = model(x, y)
+        found += [accuracy(out["logits"], y), out["logits"].std().item()]
+        out["loss"].backward()
+        optimizer.step()
+    return {"found": found, "gradients": gradients(model), "state": state(model)}
+
+
+@program(KIND)
+def accuracy_now_and_then(compile: Compile) -> Results:
+    """Of each third batch; of others nothing is read."""
+    model = compile(seeded(NormedInDict), example_inputs=batch())
+    optimizer, found = sgd(model), list[float]()
+    for step, (x, y) in enumerate(batches(7)):
+        optimizer.zero_grad()
+        out = model(x, y)
+        if step % 3 == 1:
+            found.append(out["logits"].detach().square().mean().item())
+        out["loss"].backward()
+        optimizer.step()
+    return {"found": found, "state": state(model)}
+
+
+@program(KIND)
+def counts_of_calls_that_are_read(compile: Compile) -> Results:
+    """A number, a list and a buffer that each call of the model adds to."""
+    model = compile(seeded(Counting), example_inputs=batch())
+    optimizer, found = sgd(model), list[float]()
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        out = model(x, y)
+        found += [out["logits"].sum().item(), float(model.calls), float(len(model.sizes))]
+        out["loss"].backward()
+        optimizer.step()
+    return {"found": found, "seen": model.seen.item(), "state": state(model)}
+
+
+@program(KIND, plans=MORE)
+def predictions_of_an_epoch(compile: Compile) -> Results:
+    """Read when all batches are through."""
+    model = compile(seeded(InDict), example_inputs=batch())
+    optimizer, found = sgd(model), list[Tensor]()
+    for _ in range(2):
+        model.train()
+        for x, y in batches(2):
+            optimizer.zero_grad()
+            model(x, y)["loss"].backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            outputs = [model(*batch(5 + i, size=BATCH if i else 6)) for i in range(3)]
+        logits = torch.cat([out["logits"] for out in outputs])
+        found += [logits, torch.stack([out["loss"] for out in outputs])]
+    return {"found": found, "state": state(model)}
+
+
+class Parts(NamedTuple):
+    loss: Tensor
+    logits: Tensor
+    hidden: list[Tensor]
+
+
+class InParts(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Parts:
+        hidden = [torch.tanh(self.first(x))]
+        for block in self.blocks:
+            hidden.append(block(hidden[-1]))
+        logits = self.head(hidden[-1])
+        return Parts(F.cross_entropy(logits, y), logits, hidden)
+
+
+@program(KIND)
+def hidden_states_of_a_named_tuple(compile: Compile) -> Results:
+    model = compile(seeded(InParts), example_inputs=batch())
+    optimizer, found = sgd(model), list[Tensor]()
+    for given in batches(3):
+        optimizer.zero_grad()
+        loss, logits, hidden = model(*given)
+        found += [logits.detach(), *(h.detach().mean(0) for h in hidden)]
+        loss.backward()
+        optimizer.step()
+    out = model(*batch())
+    return {"found": found, "last": out.hidden[-1].detach(), "some": out[1:][0].detach(), "lengths": [len(out), len(out.hidden)]}
+
+
+@dataclass
+class Latent:
+    """Fields that have the names of what tensors have."""
+
+    loss: Tensor
+    mean: Tensor
+    std: Tensor
+    data: Tensor
+
+
+class Variational(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread = nn.Linear(HIDDEN, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Latent:
+        hidden = self.hidden(x)
+        mean, std = self.head(hidden), F.softplus(self.spread(hidden))
+        loss = F.cross_entropy(mean, y) + 0.1 * (mean.square() + std.square() - 2 * std.log()).mean()
+        return Latent(loss, mean, std, x * 2)
+
+
+@program(KIND)
+def fields_named_as_tensors_have_them(compile: Compile) -> Results:
+    model = compile(seeded(Variational), example_inputs=batch())
+    optimizer, found = sgd(model), list[Tensor]()
+    for given in batches(3):
+        optimizer.zero_grad()
+        out = model(*given)
+        out.loss.backward()
+        found += [out.mean.detach(), out.std.detach().log(), out.data]
+        optimizer.step()
+    return {"found": found, "state": state(model)}
+
+
+class InNamespace(Net):
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        logits = self.logits(x)
+        probabilities = logits.softmax(-1)
+        return SimpleNamespace(loss=F.cross_entropy(logits, y), beside={"probabilities": probabilities, "best": probabilities.argmax(-1)})
+
+
+@program(KIND)
+def containers_in_a_namespace(compile: Compile) -> Results:
+    model = compile(seeded(InNamespace), example_inputs=batch())
+    optimizer, found = sgd(model), list[Any]()
+    for given in batches(3):
+        optimizer.zero_grad()
+        out = model(*given)
+        out.loss.backward()
+        found += [out.beside["probabilities"].detach().max(-1).values, out.beside["best"].tolist(), sorted(out.beside)]
+        optimizer.step()
+    return {"numbers": [x for x in found if isinstance(x, Tensor)], "texts": [str(x) for x in found if not isinstance(x, Tensor)]}
+
+
+@program(KIND)
+def logits_given_to_another_model(compile: Compile) -> Results:
+    """A critic of what the first one says, trained beside it."""
+    model = compile(seeded(InDict), example_inputs=batch())
+    critic = seeded(nn.Linear, CLASSES, 1)
+    optimizer, of_critic, found = sgd(model), sgd(critic), list[float]()
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        out = model(x, y)
+        out["loss"].backward()
+        score = critic(out["logits"].detach()).square().mean()
+        of_critic.zero_grad()
+        score.backward()
+        of_critic.step()
+        optimizer.step()
+        found += [out["loss"].item(), score.item()]
+    return {"found": found, "critic": critic.weight.detach(), "state": state(model)}
+
+
+class Scored(Net):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.logits(x)
+        return F.cross_entropy(logits, y), (logits.argmax(1) == y).double().mean()
+
+
+@program(KIND)
+def gradients_of_several_calls(compile: Compile) -> Results:
+    """Two calls for each step, of which the metrics are read behind the second one."""
+    model = compile(seeded(Scored), example_inputs=batch())
+    optimizer, found = sgd(model), list[float]()
+    for step in range(2):
+        optimizer.zero_grad()
+        first, second = model(*batch(2 * step)), model(*batch(2 * step + 1))
+        (first[0] + second[0]).backward()
+        found += [float(first[1]), second[1].item(), *map(float, (first[0], second[0]))]
+        optimizer.step()
+    return {"found": found, "gradients": gradients(model), "state": state(model)}
+
+
+@program(KIND)
+def part_of_each_rank_is_read(compile: Compile) -> Results:
+    """As where each rank loads its own part of the batch; the sums over all parts."""
+    model = compile(seeded(InDict), example_inputs=batch(), local_batch=True)
+    rank, ranks = getattr(model, "data_rank", 0), getattr(model, "data_ranks", 1)
+    optimizer, found = sgd(model), list[float]()
+    for x, y in batches(3):
+        own = x.chunk(ranks)[rank], y.chunk(ranks)[rank]
+        optimizer.zero_grad()
+        out = model(*own)
+        right = (out["logits"].argmax(-1) == own[1]).double().sum()
+        if ranks > 1:
+            torch.distributed.all_reduce(right)
+        found += [right.item(), float(out["logits"].shape[0] * ranks)]
+        out["loss"].backward()
+        optimizer.step()
+    return {"found": found, "state": state(model)}
+
+
+@program(KIND)
+def metric_behind_the_step(compile: Compile) -> Results:
+    """It is read when the parameters are others."""
+    model = compile(seeded(Scored), example_inputs=batch())
+    optimizer, found = sgd(model), list[float]()
+    for given in batches(3):
+        optimizer.zero_grad()
+        loss, metric = model(*given)
+        loss.backward()
+        optimizer.step()
+        found += [loss.item(), metric.item()]
+    return {"found": found}
+
+
+@program(KIND, remedy_of="metric_behind_the_step")
+def metric_before_the_step(compile: Compile) -> Results:
+    """The same, read before."""
+    model = compile(seeded(Scored), example_inputs=batch())
+    optimizer, found = sgd(model), list[float]()
+    for given in batches(3):
+        optimizer.zero_grad()
+        loss, metric = model(*given)
+        found += [loss.item(), metric.item()]
+        loss.backward()
+        optimizer.step()
+    return {"found": found}
+
+
+def _classifier() -> Any:
+    transformers = load_transformers()
+    config = transformers.BertConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
+    )  # fmt: skip
+    return seeded(transformers.BertForSequenceClassification, config)
+
+
+def _sentences(index: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    ids = torch.randint(32, (8, 10), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(3, (8,), generator=generator)}
+
+
+@program(KIND)
+def hugging_face_classifier(compile: Compile) -> Results:
+    """The usual loop: metrics of training batches, then predictions with and without labels."""
+    model = compile(_classifier(), example_inputs=_sentences(0))
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), list[Any]()
+    for index in range(3):
+        given = _sentences(index)
+        optimizer.zero_grad()
+        outputs = model(**given)
+        outputs.loss.backward()
+        found += [outputs.loss.item(), accuracy(outputs.logits, given["labels"])]
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        outputs = model(**_sentences(7))
+        predictions = outputs.logits.argmax(dim=-1)
+        labelled = {k: v for k, v in _sentences(8).items() if k != "labels"}
+        found += [outputs["loss"].item(), outputs[1].sum().item(), model(**labelled).logits.std().item()]
+    return {"found": found, "predictions": predictions, "names": [float(len(name)) for name in outputs.keys()]}  # noqa: SIM118
