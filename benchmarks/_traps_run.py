@@ -131,6 +131,10 @@ class Judge:
             wrong = [f"rank {rank}: {text}" for rank, found in enumerate(ranks) for text in differences(found, expected)]
             yield Outcome(plan=plan, outcome="wrong" if wrong else "right", reason="; ".join(wrong[:4]), **about)
 
+    def not_right(self, name: str, plans: Sequence[str]) -> list[tuple[str, str, str]]:
+        """The plans under which it is not right, the outcome of each, and why."""
+        return [(found.plan, found.outcome, found.reason) for found in self.outcomes(name, plans) if found.outcome != "right"]
+
     def _run(self, gpus: int, name: str, plan: str | None) -> list[Any]:
         device = (self.made_on or "cpu") if plan is None else self.device
         if (gpus, device) not in self._pools:

@@ -20,6 +20,7 @@ hypothesis.settings.load_profile("without a clock")
 
 if TYPE_CHECKING:
     from autopar.run.launch import WorkerPool
+    from benchmarks._traps_run import Judge
 
 GOLDEN = Path(__file__).parent / "golden"
 LONG = (
@@ -87,3 +88,21 @@ def workers() -> Iterator[WorkerPool]:
     pool = WorkerPool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[WorkerPool]:
+    """Two workers, gloo where there are no GPUs, that stay up for a test file."""
+    from autopar.run.launch import WorkerPool
+
+    with WorkerPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    """Compares the programs of `benchmarks/trap_programs` with what they do on one process."""
+    from benchmarks._traps_run import Judge
+
+    with Judge(limit_s=300) as judge:
+        yield judge

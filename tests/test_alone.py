@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,12 +13,6 @@ from autopar.run import WorkerPool
 from autopar.run.alone import as_one_process, written
 
 pytestmark = pytest.mark.gloo
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
 
 
 class Summed(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -102,12 +101,6 @@ def test_a_copy_of_a_model_has_them_of_its_own() -> None:
     width.base = 1
     assert model.layers[0][0].weight.width.base == 4  # type: ignore[index]
     assert copied(nn.Sequential(model.layers[0][0], model.layers[0][0]))(torch.randn(2, 8)).shape == (2, 8)  # type: ignore[index]
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
 
 
 def _there(pins: dict[str, int]) -> list[Any]:

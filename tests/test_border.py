@@ -3,7 +3,7 @@ workers, beside the same on one process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,12 +18,6 @@ from tests import wrong_models as models
 pytestmark = pytest.mark.gloo
 
 PLANS: dict[str, dict[str, Any]] = {"dp": {"dp": 2}, "tp": {"tp": 2}, "pp": {"pp": 2}, "zero3": {"dp": 2, "zero": 3}}
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
 
 
 def batch(seed: int = 0, size: int = 16) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,12 +18,6 @@ pytestmark = pytest.mark.gloo
 
 PLANS: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2}, "zero1": {"dp": 2, "zero": 1}, "zero3": {"dp": 2, "zero": 3}}
 ORDERS = (2.0, 1, 3.0, math.inf)
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
 
 
 def _compiled(pins: dict[str, Any] | None) -> Any:

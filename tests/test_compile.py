@@ -23,12 +23,6 @@ TOLERANCE = 1e-12  # relative, in float64
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
-@pytest.fixture(scope="module")
-def pair() -> Any:
-    with WorkerPool(2) as pool:
-        yield pool
-
-
 def double(size: int, seed: int) -> tuple[Tensor, Tensor]:
     x, y = models.batch(size, seed)
     return x.double(), y

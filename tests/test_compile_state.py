@@ -23,12 +23,6 @@ TOLERANCE = 1e-12  # relative, in float64
 PLANS: list[dict[str, Any]] = [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 3}]
 
 
-@pytest.fixture(scope="module")
-def pair() -> Any:
-    with WorkerPool(2) as pool:
-        yield pool
-
-
 class Centred(nn.Module):
     """Subtracts a running mean of what it was given, and counts its calls."""
 

@@ -20,12 +20,6 @@ pytestmark = pytest.mark.gloo
 PINS = {"tp": {"tp": 2}, "zero": {"dp": 2, "zero": 3}, "pipeline": {"pp": 2, "micro_batches": 2}}
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
-
-
 @contextmanager
 def default(device: str) -> Iterator[None]:
     torch.set_default_device(device)

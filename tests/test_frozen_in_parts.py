@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,12 +17,6 @@ PLANS = {
     "zero3": {"dp": 2, "zero": 3}, "zero3 of micro-batches": {"dp": 2, "zero": 3, "micro_batches": 2},
     "zero3, recomputed": {"dp": 2, "zero": 3, "recompute": "full"}, "zero2": {"dp": 2, "zero": 2},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
 
 
 def _planned(**pins: Any) -> Plan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,12 +13,6 @@ from autopar.run import WorkerPool
 from benchmarks._traps_kit import Net, batch, seeded
 
 pytestmark = pytest.mark.gloo
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
 
 
 def _compiled() -> autopar.ParallelModule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,6 @@ from autopar.run import WorkerPool
 from benchmarks._traps_kit import Net, batch, seeded
 
 pytestmark = pytest.mark.gloo
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
 
 
 def in_package(name: str, text: str) -> dict[str, Any]:

@@ -23,12 +23,6 @@ pytestmark = pytest.mark.gloo
 PINS = {"dp": {"dp": 2}, "zero": {"dp": 2, "zero": 3}, "tp": {"tp": 2}, "pipeline": {"pp": 2, "micro_batches": 2}}
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
-
-
 class Net(Classifier):
     """Trains itself, in the ways in which models do."""
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -90,12 +89,6 @@ def program(pins: dict[str, Any] | None) -> list[float]:
         numbers += flat(model(x, y)) + flat(model(x[:4], y[:4])) + flat(model(x[:4]))
         warnings.simplefilter("ignore")  # it may not divide: then the original computes it
         return numbers + flat(model(x[:3]))
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
 
 
 @pytest.mark.gloo

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,12 +27,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2}, "tp": {"tp": 2}, "pp": {"pp": 2}, "zero1": {"dp": 2, "zero": 1},
     "zero2": {"dp": 2, "zero": 2, "micro_batches": 2}, "zero3": {"dp": 2, "zero": 3},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
 
 
 def batch(seed: int = 0) -> tuple[Tensor, Tensor]:

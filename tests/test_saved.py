@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -95,12 +95,6 @@ def test_capture_keeps_nothing_of_the_passes_that_it_looks_at(part: Callable[[],
     before, model = with_a_graph(), Net(part())
     assert any(op.target == "autopar.L.region" for op in capture(model, (torch.randn(4, 8),)).program.ops)
     assert with_a_graph() == before
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
 
 
 def _held(pins: dict[str, Any], wrapped: bool) -> list[int]:

@@ -22,18 +22,6 @@ WITHOUT_STAGES = ("gradient_penalty_of_a_critic",)  # of which a model is one pi
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    with Judge(limit_s=60) as judge:
-        yield judge
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
 def four() -> Iterator[WorkerPool]:
     with WorkerPool(4) as pool:
         yield pool
@@ -43,7 +31,7 @@ def four() -> Iterator[WorkerPool]:
 def test_programs_with_penalties_are_right(name: str, judge: Judge) -> None:
     plans = ("dp2", "tp2", "zero3", *(() if name in WITHOUT_STAGES else ("pp2",)))
     plans += ("dp2mb2",) if "dp2mb2" in PROGRAMS[name].plans else ()
-    assert [(o.plan, o.outcome, o.reason) for o in judge.outcomes(name, plans)] == [(plan, "right", "") for plan in plans]
+    assert judge.not_right(name, plans) == []
 
 
 class Moving(nn.Module):

@@ -3,7 +3,6 @@ states that go on are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -154,12 +153,6 @@ def test_nothing_can_be_told_without_data() -> None:
         model, x = Tabled(), torch.randn(8, 5, 8)
     with pytest.raises(BufferMade):
         capture(model, (x,))
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
 
 
 @pytest.mark.gloo

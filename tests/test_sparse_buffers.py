@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,12 +55,6 @@ def test_one_that_is_read_or_saved_is_refused_and_stays(which: str) -> None:
     with pytest.raises(CaptureError, match=r"sparse[\s\S]*to_dense"):
         capture(model, (batch(),))
     assert [name for name, _ in model.named_buffers()] == names and "heads" not in vars(model)
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
 
 
 @pytest.mark.gloo

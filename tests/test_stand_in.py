@@ -123,11 +123,9 @@ def test_what_takes_the_module_apart_is_refused(pool: WorkerPool, act: Any, says
 
 
 @pytest.mark.gloo
-def test_torch_compile_leaves_the_module_as_it_is() -> None:
-    with Judge(limit_s=300.0) as judge:
-        for name in ("compiled_by_torch", "step_compiled_by_torch"):
-            found = [(o.plan, o.outcome, o.reason) for o in judge.outcomes(name, ("tp2", "pp2"))]
-            assert found == [("tp2", "right", ""), ("pp2", "right", "")]
+@pytest.mark.parametrize("name", ["compiled_by_torch", "step_compiled_by_torch"])
+def test_torch_compile_leaves_the_module_as_it_is(name: str, judge: Judge) -> None:
+    assert judge.not_right(name, ("tp2", "pp2")) == []
 
 
 @pytest.mark.pure

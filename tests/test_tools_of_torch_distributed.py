@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,6 @@ from tests.classifier import Classifier, built
 
 pytestmark = pytest.mark.gloo
 PINS = {"tp": {"tp": 2}, "zero": {"dp": 2, "zero": 3}, "pipeline": {"pp": 2, "micro_batches": 2}, "states": {"dp": 2, "zero": 1}}
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
 
 
 def parallel(pins: dict[str, int]) -> tuple[ParallelModule, list[tuple[Tensor, Tensor]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,21 +57,15 @@ PROGRAMS_HERE = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    with Judge(limit_s=300.0) as judge:
-        yield judge
-
-
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", PROGRAMS_HERE)
 def test_ordinary_programs_are_right(name: str, judge: Judge) -> None:
-    assert [(o.plan, o.outcome, o.reason) for o in judge.outcomes(name, ("tp2", "pp2"))] == [("tp2", "right", ""), ("pp2", "right", "")]
+    assert judge.not_right(name, ("tp2", "pp2")) == []
 
 
 @pytest.mark.gloo
 def test_parts_of_ranks_that_use_nothing(judge: Judge) -> None:
-    assert [(o.plan, o.outcome, o.reason) for o in judge.outcomes("second_of_two_results_used", ("dp2",))] == [("dp2", "right", "")]
+    assert judge.not_right("second_of_two_results_used", ("dp2",)) == []
 
 
 @pytest.mark.pure

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,12 +21,6 @@ PLANS = {
     "dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2, "micro_batches": 2}, "zero1": {"dp": 2, "zero": 1},
     "zero2 of micro-batches": {"dp": 2, "zero": 2, "micro_batches": 2}, "zero3": {"dp": 2, "zero": 3},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
 
 
 class Block(nn.Module):

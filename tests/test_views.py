@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,12 +21,6 @@ from tests import wrong_models as models
 pytestmark = pytest.mark.gloo
 
 PLANS: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2}, "zero3": {"dp": 2, "zero": 3}}
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -138,12 +138,6 @@ def built(kind: type[nn.Module] = Net, *, meta: bool = False, buffers: bool = Fa
     return bare
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
-
-
 def _trained(model: Any, optimizer: torch.optim.Optimizer) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of steps and of an evaluation, with batches of other sizes, and the state after them."""
     losses = []
