@@ -11,7 +11,7 @@ from typing import Any
 from autopar.collector import held_back
 
 _HOME = {
-    "compile": "compiler", "plan": "compiler", "generate": "generation", "sampler": "data",
+    "compile": "parallel", "plan": "planning", "generate": "generation", "sampler": "data",
     "Padding": "data", "StepLine": "watch", "batches": "data", "load": "checkpoint", "save": "checkpoint",
     "interrupted": "run.interrupted",
     "Pins": "planner", "Plan": "report.notebook", "ParallelModule": "run", "launch": "run",

@@ -1,61 +1,26 @@
-"""The whole compiler on one page: capture -> measure -> plan -> render -> run."""
+"""The whole compiler on one page: capture -> measure and plan -> render. What comes out of it runs as `autopar.parallel` says."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import math
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from autopar.capture import Captured, capture, captured_alike, program_hash
-from autopar.capture.export import each_output
+from autopar.capture import Captured, captured_alike, program_hash
 from autopar.collector import held_back
 from autopar.debug import said, timed
 from autopar.errors import PlanError
-from autopar.first_step import check_first_loss, first_loss
-from autopar.plan_cache import decisive, planned_once
-from autopar.planner import Pins, Plan, lower, make_plan
+from autopar.planner import Plan, lower
 from autopar.planner.names import named_as
-from autopar.planner.resources import check_measure, choose_cluster, parse_memory
-from autopar.planner.store import Store
-from autopar.planner.wishes import (
-    PRECISIONS,
-    WishError,
-    as_pins,
-    check_gpus,
-    check_inputs,
-    check_name,
-    for_loss_outside,
-    with_notes,
-)
-from autopar.render import check_backend, load, make_manifest, positional_names, render
-from autopar.report import notebook  # noqa: F401  which shows plans
-from autopar.report.text import plan_text
-from autopar.run import ParallelModule
-from autopar.run.deferred import DeferredModule, world_size
-from autopar.run.grad_mode import as_if_trained
-from autopar.run.launch import default_device, join_process_group
-from autopar.run.precision import compute_dtype
-from autopar.run.stand_in import StandIn
+from autopar.planner.wishes import check_inputs
+from autopar.planning import Inputs, wishes
+from autopar.render import make_manifest, positional_names, render
 from autopar.run.together import decided_by_rank_0, done_by_all
-from autopar.run.tree import whole_again
-from autopar.run.without_data import take_buffers_of_rank_0
-from autopar.stacks import stack_of
-from autopar.stacks.spaces import as_planned_for, best_within, deciding
-from autopar.stopping import stopped_by_user
-from autopar.variants import Variants, names_read, tensors_of
-from cost_models.memory import OPTIMIZERS
 
-__all__ = ["Compiled", "build", "compile", "emit", "plan", "plan_of", "tensors_of"]
-
-Inputs = tuple[Any, ...] | dict[str, Any]
+__all__ = ["Compiled", "build", "emit", "plan_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,116 +31,6 @@ class Compiled:
     plan: Plan
     source: str
     apart: bool = False
-
-
-def plan(
-    model: nn.Module,
-    gpus: int,
-    *,
-    example_inputs: Inputs,
-    loss: Callable[[Any], Tensor] | None = None,
-    cluster: str = "auto",
-    memory: int | str | None = None,
-    optimizer: str = "adamw",
-    precision: str = "fp32",
-    reduce_dtype: str | None = None,
-    pins: Pins | Mapping[str, Any] | None = None,
-    time_limit: float | None = None,
-    stack: str | None = None,
-) -> Plan:
-    """The best plan for a model on `gpus` GPUs; no process group and no GPU is needed.
-
-    example_inputs: the global batch, a tuple of positional or a dict of keyword inputs. loss: a function of the model's
-    output, where the model does not return its loss. cluster: a name of the catalogue, a TOML file, or 'auto' (this
-    machine). memory: bytes of one GPU, or text like '80GiB'. precision: 'bf16' or 'fp16': a model with float32 parameters computes and
-    communicates in it, while parameters, sums of gradients and optimizer states stay float32; a model that was built in it stays as it
-    is. 'fp32', 'fp64': nothing is cast. reduce_dtype: a name as of precision, in which gradients are brought together over ranks; by
-    default that in which their parameters rest. pins: what is decided already. time_limit: seconds after which the best
-    plan so far is the answer, with a note of what was left (the first one takes as long as it takes); without it nothing depends on the
-    clock. stack: a training software ('megatron', 'torchtitan', ...; autopar.stacks): the best plan that it can run, priced as it runs it.
-    Raises CaptureError, Infeasible, PlanError, ValueError.
-    """
-    described = wishes(
-        gpus, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype, pins=pins,
-        time_limit=time_limit, stack=stack,
-    )  # fmt: skip
-    check_inputs(model, example_inputs)
-    with timed("capture"):
-        captured = capture(model, example_inputs, loss=loss, dtype=compute_dtype(model, precision))
-    return described(captured)
-
-
-def wishes(
-    gpus: int,
-    *,
-    cluster: str = "auto",
-    memory: int | str | None = None,
-    optimizer: str = "adamw",
-    precision: str = "fp32",
-    reduce_dtype: str | None = None,
-    pins: Pins | Mapping[str, Any] | None = None,
-    measure: str | None = None,
-    time_limit: float | None = None,
-    stack: str | None = None,
-) -> Callable[..., Plan]:
-    """The planner with everything but the program, checked: wrong wishes are refused before anything is captured. measure: as in
-    `make_plan`; by default what AUTOPAR_MEASURE says, else 'roofline'. time_limit, stack: as in `plan`. What it returns takes a
-    store of what was found out about the program, too, if that is to be shared."""
-    check_gpus(gpus)
-    if time_limit is not None and not 0 < time_limit < math.inf:
-        raise WishError(f"time_limit must be a positive number of seconds, not {time_limit!r}")
-    described = choose_cluster(cluster)
-    limit, pinned = parse_memory(memory), as_pins(pins)
-    check_name("optimizer", optimizer, OPTIMIZERS)
-    check_name("precision", precision, PRECISIONS)
-    if reduce_dtype is not None:
-        check_name("reduce_dtype", reduce_dtype, PRECISIONS)
-    measured = measure or os.environ.get("AUTOPAR_MEASURE") or "roofline"
-    check_measure(measured, described)
-    software = None if stack is None else stack_of(stack)
-
-    def planner(captured: Captured, store: Store | None = None) -> Plan:
-        program = captured.program
-        pins = for_loss_outside(program, pinned)
-        as_it_runs = {} if software is None else best_within(software, program, pinned)
-
-        def make() -> Plan:
-            found = make_plan(
-                program, gpus, described, memory_limit_bytes=limit, optimizer=optimizer, precision=precision,
-                reduce_dtype=reduce_dtype, pins=pins, measure=measured, time_limit_s=time_limit, store=store, stop=stop,
-                **as_it_runs,
-            )  # fmt: skip
-            return with_notes(found, program)
-
-        def kept(plan: Plan) -> bool:
-            return not ((time_limit or stop()) and plan.searched.get("unexplored"))
-
-        with timed("planning"), stopped_by_user() as stop:
-            asked = decisive(gpus, described, limit, optimizer, precision, pins, reduce_dtype) | deciding(as_it_runs, pinned)
-            made = make() if measured == "live" else planned_once(program, asked, make, kept=kept)  # what is measured may differ each time
-        made = made if software is None else as_planned_for(software, made)
-        said(2, lambda: plan_text(made))
-        return made
-
-    return planner
-
-
-def plan_of(captured: Captured, gpus: int, **wanted: Any) -> Plan:
-    """The best plan for a captured program; arguments as in `plan`."""
-    return wishes(gpus, **wanted)(captured)
-
-
-def emit(captured: Captured, decided: Plan, positional: tuple[str, ...] = ()) -> str:
-    """The source of the emitted module. PlanError if the plan was made for another program."""
-    if decided.program_hash != program_hash(captured.program):
-        raise PlanError(
-            f"the plan was made for another model or batch, or another kind of device ({decided.model}); plan {captured.program.name} again"
-        )
-    with timed("rendering"), held_back():
-        lowered = lower(captured.program, decided)
-        source = render(lowered, make_manifest(captured.program, lowered, decided, positional, training=captured.training))
-    said(4, lambda: source)
-    return source
 
 
 def build(
@@ -197,135 +52,19 @@ def build(
     return Compiled(captured=captured, plan=decided, source=emit(captured, decided, positional_names(model)), apart=apart)
 
 
-def compile(  # noqa: A001  (the field's word)
-    model: nn.Module,
-    gpus: int | None = None,
-    *,
-    example_inputs: Inputs | None = None,
-    loss: Callable[[Any], Tensor] | None = None,
-    cluster: str = "auto",
-    memory: int | str | None = None,
-    optimizer: str = "adamw",
-    precision: str = "fp32",
-    reduce_dtype: str | None = None,
-    pins: Pins | Mapping[str, Any] | None = None,
-    plan: Plan | str | os.PathLike[str] | None = None,
-    outputs: str = "loss",
-    local_batch: bool = False,
-    compile_stages: bool | str = False,
-    verify: bool = False,
-) -> ParallelModule | DeferredModule:
-    """A module that trains `model` on `gpus` processes with the training loop unchanged.
+def plan_of(captured: Captured, gpus: int, **wanted: Any) -> Plan:
+    """The best plan for a captured program; arguments as in `plan`."""
+    return wishes(gpus, **wanted)(captured)
 
-    gpus: by default the size of the process group. Without example_inputs the plan is made on the first call, from its
-    batch. plan: a Plan or a plan file instead of a search. verify: compare the loss of the example batch with the original
-    model's before anything is trained, else VerificationError.
 
-    outputs: 'loss': a call returns the loss, and computes the rest of what the original returns where it is read. 'all': all that the
-    original returns, every tensor whole on every rank; gradients go through the loss alone (with loss=fn a call returns just the loss in
-    training). 'trained': as 'all', and gradients go through every output beside the loss that the model makes, as if it made none: to
-    distil a teacher's logits. A model that computes no loss returns what the original returns in any case, and gradients go through that;
-    so does a call without labels. What cannot run as it was planned is, but for 'loss' and under torch.no_grad(), computed by the original
-    with whole parameters on every rank.
-
-    local_batch: each data-parallel rank is called with its own part of the batch (`autopar.sampler` loads it); example_inputs are the
-    global batch all the same. Without it every rank is called with the global batch. What is not of samples (weights of classes) is given
-    to all alike. The loss that a call returns is that of the global batch in any case. What else it returns of samples is of a rank's own
-    part then, and a loss that a rank makes of it, too: the mean of all ranks' losses is trained, as under DistributedDataParallel. What
-    computes a rank's inputs (an encoder outside) is to bring its gradients together by their mean, as DistributedDataParallel around it
-    does.
-
-    The model may be on the meta device on all ranks but rank 0, whose values are given to all, or on every rank, and be loaded before the
-    first call.
-
-    compile_stages: give what the emitted module computes between its collectives to torch.compile; the name of a backend, or True for
-    'inductor'. A block is compiled once, when it is first called.
-
-    reduce_dtype: in which gradients are brought together over ranks ('fp32', 'bf16', ...): as MixedPrecisionPolicy's of
-    torch.distributed.fsdp. By default that in which the parameters rest, so that precision='bf16' of a float32 model reduces in float32.
-
-    Other arguments as in `autopar.plan`. In a process group of this size all ranks call it together, and rank 0 plans for all. Outside
-    of one the result holds the plan and the source, and says on the first call which command launches it. Batches of other sizes, and
-    the other of training and evaluation mode, run under the same decisions if these fit. Raises as `autopar.plan`; TypeError for what is
-    compiled already; PlanError for a plan of other wishes; ValueError for arguments that exclude each other; LaunchError.
-    """
-    if isinstance(model, StandIn):
-        raise TypeError("the model is what autopar.compile has returned: compile its original (model.original) again")
-    count = world_size() if gpus is None else gpus
-    if local_batch and example_inputs is None:
-        raise ValueError("local_batch=True needs example_inputs: the global batch, of which the plan says who is given which part")
-    if local_batch and verify:
-        raise ValueError("verify=True calls the module with the global batch, local_batch=True with parts of it: verify without it once")
-    check_name("outputs", outputs, ("loss", "all", "trained"))
-    if outputs == "trained" and (loss is not None or verify):
-        raise ValueError("outputs='trained' leaves the loss to be made outside: leave out loss= and verify=")
-    objective = each_output if outputs == "trained" else loss
-    wanted_outputs = None if outputs == "loss" else True  # of a model without a loss in any case
-    dtype, backend = compute_dtype(model, precision), check_backend(compile_stages)
-    given = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
-    wanted = wishes(
-        count, cluster=cluster, memory=memory, optimizer=optimizer, precision=precision, reduce_dtype=reduce_dtype, pins=pins,
-    )  # fmt: skip
-    if given is not None and as_pins(pins) is not None:
-        raise ValueError("plan= and pins= exclude each other: a plan states every choice")
-    if given is not None and given.gpus != count:
-        raise PlanError(f"the plan is for {given.gpus} GPUs, not for {count}")
-    if given is not None and compute_dtype(model, given.precision) != dtype:
-        raise PlanError(f"the plan is for precision={given.precision!r}, and precision={precision!r} was asked for: give the plan's")
-    if given is not None and reduce_dtype not in (None, given.reduce_dtype):
-        stated = "that of the parameters" if given.reduce_dtype is None else repr(given.reduce_dtype)
-        raise PlanError(f"the plan is for a reduce_dtype of {stated}, and {reduce_dtype!r} was asked for: plan anew for another one")
-
-    def copied(inputs: Inputs | None, decided: Plan | None, original: nn.Module) -> ParallelModule | DeferredModule:
-        """A copy of the model, compiled as it was. decided: the plan; if the copy has become another program since, there is a new one."""
-        again = functools.partial(
-            compile, original, count, example_inputs=inputs, loss=loss, cluster=cluster, memory=memory, optimizer=optimizer,
-            precision=precision, outputs=outputs, local_batch=local_batch, compile_stages=compile_stages,
-        )  # fmt: skip
-        if decided is not None:
-            with contextlib.suppress(PlanError):
-                return again(plan=decided)
-        return again(plan=given, pins=pins, reduce_dtype=reduce_dtype)
-
-    def finish(inputs: Inputs) -> Compiled:
-        apart = False
-        if world_size() == count:
-            join_process_group(default_device())
-            whole_again(model)
-            apart = take_buffers_of_rank_0(model)
-        decide = wanted if given is None else lambda _: given
-        with as_if_trained(model, inputs):
-            return build(model, inputs, count, loss=objective, decide=decide, outputs=wanted_outputs, dtype=dtype, apart=apart)
-
-    def start(compiled: Compiled, inputs: Inputs) -> ParallelModule:
-        captured = compiled.captured
-        expected = None
-        if verify:
-            expected = done_by_all(
-                lambda: first_loss(model, inputs, loss, captured.program, dtype), same=lambda _: "", what="the original's loss"
-            )
-        another = Variants(
-            model, compiled.plan, captured.program, objective, emit, choose_cluster(cluster), outputs=wanted_outputs, dtype=dtype,
-            backend=backend, apart=compiled.apart,
-        )  # fmt: skip
-        with as_if_trained(model, inputs):
-            module = ParallelModule(
-                load(compiled.source, backend=backend), tensors_of(captured), original=model, another=another,
-                guards=captured.guards, returns=captured.returns, returned=captured.returned,
-                around_loss=captured.around_loss,
-                outputs="all" if wanted_outputs else "loss", autocast=captured.autocast, dtype=dtype,
-                local_batch=local_batch, example=inputs, read=names_read(captured.program),
-            )  # fmt: skip
-        keep = module.__dict__
-        keep["plan"], keep["source"] = compiled.plan, compiled.source
-        example = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), inputs)
-        keep["_copied"] = functools.partial(copied, example, compiled.plan)
-        if expected is not None:
-            check_first_loss(module, inputs, loss, expected)
-        return module
-
-    if example_inputs is not None and world_size() == count:
-        return start(finish(example_inputs), example_inputs)
-    compiled = finish(example_inputs) if example_inputs is not None else None
-    again = functools.partial(copied, example_inputs, None if compiled is None else compiled.plan)
-    return DeferredModule(model, count, finish, start, compiled, example_inputs, again)
+def emit(captured: Captured, decided: Plan, positional: tuple[str, ...] = ()) -> str:
+    """The source of the emitted module. PlanError if the plan was made for another program."""
+    if decided.program_hash != program_hash(captured.program):
+        raise PlanError(
+            f"the plan was made for another model or batch, or another kind of device ({decided.model}); plan {captured.program.name} again"
+        )
+    with timed("rendering"), held_back():
+        lowered = lower(captured.program, decided)
+        source = render(lowered, make_manifest(captured.program, lowered, decided, positional, training=captured.training))
+    said(4, lambda: source)
+    return source

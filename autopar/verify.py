@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.compare import unequal
-from autopar.compiler import emit, plan_of, tensors_of
+from autopar.compiler import emit, plan_of
 from autopar.errors import PlanError
 from autopar.planner import Pins, Plan, complete
 from autopar.planner.names import named_as
@@ -19,6 +19,7 @@ from autopar.render import load
 from autopar.rounding import is_as_far, rounding_of
 from autopar.run import WorkerPool
 from autopar.run.manifest import Manifest
+from autopar.variants import tensors_of
 from autopar.verify_rank import Call, Form, Found, Task, train_on_rank
 from cost_models.cluster import Cluster, load_cluster
 

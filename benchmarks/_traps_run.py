@@ -98,7 +98,7 @@ class Judge:
     def __enter__(self) -> Judge:
         if "forkserver" in multiprocessing.get_all_start_methods():  # workers are then forked from a process that has imported all this
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["benchmarks._traps_run", "autopar.compiler"])
+            context.set_forkserver_preload(["benchmarks._traps_run", "autopar.parallel"])
             first = context.Process(target=os.getpid)
             first.start()
             first.join()

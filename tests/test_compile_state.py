@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-import autopar.compiler
+from autopar import compiler
 from autopar.render import load
 from autopar.run import ParallelModule, WorkerPool
 from autopar.variants import tensors_of
@@ -213,9 +213,9 @@ def test_a_buffer_of_two_names_stays_one_on_another_device() -> None:
             return (self.inner(x) - self.mean * self.inner.mean).square().sum()
 
     model = Shared()
-    compiled = autopar.compiler.build(
+    compiled = compiler.build(
         model, (torch.randn(BATCH, WIDTH),), 1, loss=None,
-        decide=lambda captured: autopar.compiler.plan_of(captured, 1, cluster="cpu"), outputs=None, dtype=None,
+        decide=lambda captured: compiler.plan_of(captured, 1, cluster="cpu"), outputs=None, dtype=None,
     )  # fmt: skip
     elsewhere = Shared()
     elsewhere.mean = elsewhere.inner.mean = torch.ones(WIDTH, device="meta")

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import compiler, plan_cache
+from autopar import plan_cache, planning
 from autopar.capture import Captured, capture
+from autopar.compiler import plan_of
 from autopar.errors import Infeasible
 from autopar.planner import Plan
 
@@ -53,13 +54,13 @@ def searches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """One entry for every search that ran."""
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
     done: list[int] = []
-    real = compiler.make_plan
+    real = planning.make_plan
 
     def counted(*args: object, **wanted: object) -> Plan:
         done.append(1)
         return real(*args, **wanted)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(compiler, "make_plan", counted)
+    monkeypatch.setattr(planning, "make_plan", counted)
     return done
 
 
@@ -69,7 +70,7 @@ def entry(folder: Path) -> Path:
 
 
 def ask(program: Captured | None = None, gpus: int = 2, **wanted: object) -> Plan:
-    return compiler.plan_of(program or captured(), gpus, **{"cluster": "dgx-a100", **wanted})
+    return plan_of(program or captured(), gpus, **{"cluster": "dgx-a100", **wanted})
 
 
 def test_the_same_question_is_searched_once(searches: list[int], tmp_path: Path) -> None:
@@ -85,8 +86,8 @@ def test_the_same_question_is_searched_once(searches: list[int], tmp_path: Path)
 
 
 def test_what_a_clock_has_cut_short_is_not_kept(searches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    real, short = compiler.make_plan, {"unexplored": 3}
-    monkeypatch.setattr(compiler, "make_plan", lambda *a, **k: msgspec.structs.replace(real(*a, **k), searched=short))
+    real, short = planning.make_plan, {"unexplored": 3}
+    monkeypatch.setattr(planning, "make_plan", lambda *a, **k: msgspec.structs.replace(real(*a, **k), searched=short))
     for _ in range(2):
         assert ask(time_limit=5.0).searched == short
     assert len(searches) == 2
@@ -222,14 +223,14 @@ def test_a_folder_that_cannot_be_used_is_no_error(searches: list[int], monkeypat
 def _process(folder: str, go: object, results: object) -> None:
     os.environ["AUTOPAR_CACHE"] = folder
     program = captured()
-    real = compiler.make_plan
+    real = planning.make_plan
 
     def counted(*args: object, **wanted: object) -> Plan:
         (Path(folder) / f"search-{os.getpid()}").touch()
         time.sleep(1.0)  # long enough that the others come while it goes on
         return real(*args, **wanted)  # type: ignore[arg-type]
 
-    compiler.make_plan = counted
+    planning.make_plan = counted
     go.wait()  # type: ignore[attr-defined]
     results.put(ask(program).to_json())  # type: ignore[attr-defined]
 

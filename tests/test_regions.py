@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture import Captured, capture, program_hash
 from autopar.catalog import strategies_of
-from autopar.compiler import emit, plan_of, tensors_of
+from autopar.compiler import emit, plan_of
 from autopar.errors import CaptureError, LaunchError
 from autopar.ir import Op, R, S, refs
 from autopar.measure import count
@@ -24,6 +24,7 @@ from autopar.render import load
 from autopar.run import ParallelModule, WorkerPool
 from autopar.run.region import REGION, Place, Region
 from autopar.run.region import region as run
+from autopar.variants import tensors_of
 from autopar.verify import reference, verify, verify_plan
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]]] = {

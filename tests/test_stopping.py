@@ -14,8 +14,8 @@ import pytest
 from planner_programs import captured_of
 
 from autopar import plan_cache
-from autopar.compiler import wishes
 from autopar.planner import make_plan
+from autopar.planning import wishes
 from autopar.report.explanation import explanation_of
 from autopar.stopping import stopped_by_user
 from cost_models.cluster import load_cluster
@@ -32,7 +32,7 @@ def test_a_search_that_is_stopped_has_its_best_with_an_honest_gap(monkeypatch: p
     assert stopped.bound_s <= whole.step_time_s <= stopped.step_time_s
     assert "cut short" in explanation_of(stopped).verdict
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
-    monkeypatch.setattr("autopar.compiler.stopped_by_user", _pressed)
+    monkeypatch.setattr("autopar.planning.stopped_by_user", _pressed)
     made = wishes(8, cluster="dgx-h100")(captured)
     assert made.searched["unexplored"] > 0 and not list((tmp_path / "plans").glob("*.plan")), "it is not kept"
     assert plan_cache.cache_folder() == tmp_path / "plans"

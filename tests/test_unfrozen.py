@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.compiler import load
 from autopar.planner import Plan
+from autopar.render import load
 from autopar.run import ParallelModule, WorkerPool
 from autopar.run.manifest import ParamSpec
 from autopar.unfrozen import unplanned_bytes

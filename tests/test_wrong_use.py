@@ -55,7 +55,8 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_wishes_are_checked_before_anything_is_captured(wishes: dict, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.compiler.capture", lambda *_, **__: pytest.fail("captured"))
+    for capture in ("autopar.planning.capture", "autopar.compiler.captured_alike"):
+        monkeypatch.setattr(capture, lambda *_, **__: pytest.fail("captured"))
     model, inputs = models.net()
     for call in (autopar.plan, autopar.compile):
         with pytest.raises((ValueError, autopar.PlanError)) as error:

@@ -69,11 +69,11 @@ def study_of(
     reduce_dtype: str | None, loss: str | None, time_limit: float | None = None, plan_file: Path | None = None,
 ) -> Study:  # fmt: skip
     """The plan of a TARGET, made or read from a file, and what further plans are made from."""
-    from autopar.compiler import wishes
     from autopar.explain import Asked, Study
     from autopar.planner import Pins
     from autopar.planner.resources import choose_cluster
     from autopar.planner.store import Store
+    from autopar.planning import wishes
     from autopar.run.dtypes import itemsize_named
 
     given = given_plan(plan_file, gpus, pins)

@@ -19,8 +19,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from autopar.checkpoint import load, save
-from autopar.compiler import compile as parallel
 from autopar.integrations.order import shuffled_alike
+from autopar.parallel import compile as parallel
 from autopar.run.stand_in import StandIn
 
 __all__ = ["AutoparStrategy"]

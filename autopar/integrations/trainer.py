@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Trainer
 
 from autopar.checkpoint import load, save
-from autopar.compiler import compile as parallel
 from autopar.errors import CheckpointError
 from autopar.generation import generate
 from autopar.integrations.accelerate import AutoparAccelerator, one_process
+from autopar.parallel import compile as parallel
 from autopar.run.deferred import DeferredModule, started, world_size
 from autopar.run.module import ParallelModule
 from autopar.run.stand_in import StandIn

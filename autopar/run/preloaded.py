@@ -10,7 +10,7 @@ import highspy  # noqa: F401
 import networkx  # noqa: F401
 import torch._dynamo  # noqa: F401  (the first optimizer of a process imports it, in a second and a half)
 
-import autopar.compiler  # noqa: F401
+import autopar.parallel  # noqa: F401
 import autopar.run  # noqa: F401
 from autopar.collector import freeze
 
