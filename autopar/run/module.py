@@ -19,6 +19,7 @@ from autopar.run import comm, record, state
 from autopar.run.again import Again, Remembered
 from autopar.run.alike import begin_writing, check_written
 from autopar.run.alone import as_one_process
+from autopar.run.as_original import AsOriginal
 from autopar.run.asked import OF_GRADIENTS
 from autopar.run.autocast import Autocast, ambient, without
 from autopar.run.backward import FUNCTIONS, Backward
@@ -44,22 +45,19 @@ from autopar.run.region import regions_of
 from autopar.run.schedule import Made, OpenRun
 from autopar.run.stand_in import runs_as_it_is
 from autopar.run.stepping import close_steps, hook_optimizers
-from autopar.run.together import done_by_all
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.twice import Twice
 from autopar.run.unread import Kind, Loss, Past, around, as_returned, once_more
 from autopar.run.weights import Step, Weights
-from autopar.run.with_state import WithState
 from autopar.run.without_data import without_values
 
 __all__ = ["Emitted", "ParallelModule"]
 
 Another = Callable[["ParallelModule", Any, str, bool], Anew]
 CHECKED = 3  # calls, of which all ranks compare what they were given
-WRITES_FILES = ("save_pretrained", "push_to_hub")  # methods of the models of transformers, peft and others: some gather on one rank alone
 
 
-class ParallelModule(WithState):
+class ParallelModule(AsOriginal):
     """A model that several processes train together, each with a part of it.
 
         loss = model(**batch)   # the global batch on every rank; the global loss on every rank
@@ -425,63 +423,7 @@ class ParallelModule(WithState):
         finally:
             tree.otherwise = otherwise
 
-    # --------------------------------------------------------------------------------------------------- as the original
-    @property
-    def training(self) -> bool:
-        """The mode of the model."""
-        return self.original.training if self.original is not None else self.__dict__.get("_mode", True)
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if self.original is not None:
-            self.original.training = mode
-        self.__dict__["_mode"] = mode
-
-    def train(self, mode: bool = True) -> ParallelModule:
-        """As nn.Module.train: of the original and all its modules."""
-        if self.original is not None:
-            self.original.train(mode)
-        self.training = mode
-        return self
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> ParallelModule:
-        """Collective: as nn.Module.apply, with whole parameters; what rank 0 has written is the model's on all ranks."""
-        with self.full_parameters():
-            if self.original is not None:
-                self.original.apply(fn)
-            else:
-                super().apply(fn)
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
-        """Of to(), cuda(), double() and the like: nothing, or refused."""
-        for like in {(p.dtype, p.device): torch.empty(0, dtype=p.dtype, device=p.device) for p in self._tree.params.values()}.values():
-            moved = fn(like)
-            if (moved.dtype, moved.device.type) != (like.dtype, like.device.type):
-                raise ValueError(
-                    f"{self.manifest.model} was compiled in {like.dtype} for {like.device.type}, and is kept so: its plan counts on it. "
-                    f"Cast or move the model before it is compiled"
-                )
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            original = self.__dict__.get("original")
-            if original is None or name.startswith("__"):
-                raise
-            return functools.partial(self._by_rank_0, getattr(original, name)) if name in WRITES_FILES else self._of_original(name)
-
     # ---------------------------------------------------------------------------------------------------------- private
-    def _by_rank_0(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Collective: a method of the original that writes its state to files, of whole parameters. Others wait until it is written,
-        and raise where it fails."""
-        with self.full_parameters(write=False):
-            return done_by_all(
-                lambda: method(*args, **kwargs) if self.mesh.rank == 0 else None, same=lambda _: "", what=method.__name__
-            )  # fmt: skip
-
     def _runs_calls_of_methods(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if self._tree.whole or record.computes() or torch.compiler.is_compiling():
             return False

@@ -1,0 +1,76 @@
+"""What a parallel module is to code that takes it for the original: its modes, its attributes, what is applied to all of it, its files."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from autopar.run.together import done_by_all
+from autopar.run.with_state import WithState
+
+__all__ = ["AsOriginal"]
+
+WRITES_FILES = ("save_pretrained", "push_to_hub")  # methods of the models of transformers, peft and others: some gather on one rank alone
+
+
+class AsOriginal(WithState):
+    """What of a parallel module is as of the original, or says why it is not."""
+
+    @property
+    def training(self) -> bool:
+        """The mode of the model."""
+        return self.original.training if self.original is not None else self.__dict__.get("_mode", True)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if self.original is not None:
+            self.original.training = mode
+        self.__dict__["_mode"] = mode
+
+    def train(self, mode: bool = True) -> Self:
+        """As nn.Module.train: of the original and all its modules."""
+        if self.original is not None:
+            self.original.train(mode)
+        self.training = mode
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Collective: as nn.Module.apply, with whole parameters; what rank 0 has written is the model's on all ranks."""
+        with self.full_parameters():
+            if self.original is not None:
+                self.original.apply(fn)
+            else:
+                super().apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Of to(), cuda(), double() and the like: nothing, or refused."""
+        for like in {(p.dtype, p.device): torch.empty(0, dtype=p.dtype, device=p.device) for p in self._tree.params.values()}.values():
+            moved = fn(like)
+            if (moved.dtype, moved.device.type) != (like.dtype, like.device.type):
+                raise ValueError(
+                    f"{self.manifest.model} was compiled in {like.dtype} for {like.device.type}, and is kept so: its plan counts on it. "
+                    f"Cast or move the model before it is compiled"
+                )
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("original")
+            if original is None or name.startswith("__"):
+                raise
+            return functools.partial(self._by_rank_0, getattr(original, name)) if name in WRITES_FILES else self._of_original(name)
+
+    def _by_rank_0(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Collective: a method of the original that writes its state to files, of whole parameters. Others wait until it is written,
+        and raise where it fails."""
+        with self.full_parameters(write=False):
+            return done_by_all(
+                lambda: method(*args, **kwargs) if self.mesh.rank == 0 else None, same=lambda _: "", what=method.__name__
+            )  # fmt: skip
