@@ -427,7 +427,8 @@ class ParallelModule(AsOriginal):
     def _runs_calls_of_methods(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if self._tree.whole or record.computes() or torch.compiler.is_compiling():
             return False
-        if self._returns and self._outputs == "loss" and not self._forms.first.open:
+        form = self._forms.first
+        if self._returns and self._outputs == "loss" and not form.open and form.around_loss is None:
             self._methods.tell(
                 f"was compiled for its loss alone, and a method of it calls it, which may use more of what it returns ({self._returns}): "
                 f"every rank computes all of such a call. Compile it with outputs='all', and it runs as it was planned"

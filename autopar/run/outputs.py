@@ -29,6 +29,9 @@ from autopar.run.slices import joined, local_slice
 __all__ = ["Inner", "Outputs", "Returned", "check_seen", "dicts_given", "ended_by", "found_in", "taken_apart", "written_into"]
 
 
+_OF_ITS_CLASS = frozenset((Tensor.__deepcopy__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__repr__))  # they look for a subclass
+
+
 class Inner(Tensor):
     """A tensor that a call gives, of which the original computes others that it gives. Gradients go through it, but it is not told of those
     that come by the others: what would ask for its own raises."""
@@ -42,7 +45,7 @@ class Inner(Tensor):
             for x in (inputs,) if isinstance(inputs, Tensor) else inputs:
                 if isinstance(x, cls):
                     x._refuse()
-        if any(issubclass(kind, Parted) for kind in types):  # whose own functions are asked then
+        if func in _OF_ITS_CLASS or any(issubclass(kind, Parted) for kind in types):  # whose own functions are asked then
             args, kwargs = pytree.tree_map_only(cls, _as_plain, (args, kwargs))
             return func(*args, **kwargs)
         with plainly():

@@ -115,6 +115,12 @@ class Loss(Tensor):
     def __len__(self) -> int:
         return len(self._known("its elements"))
 
+    def __format__(self, spec: str) -> str:
+        return self._plain.__format__(spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return self._plain.__repr__(tensor_contents=tensor_contents)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved, it is the loss alone."""
         return self._plain.__reduce_ex__(protocol)

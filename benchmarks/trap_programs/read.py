@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -335,3 +336,42 @@ def hugging_face_classifier(compile: Compile) -> Results:
         labelled = {k: v for k, v in _sentences(8).items() if k != "labels"}
         found += [outputs["loss"].item(), outputs[1].sum().item(), model(**labelled).logits.std().item()]
     return {"found": found, "predictions": predictions, "names": [float(len(name)) for name in outputs.keys()]}  # noqa: SIM118
+
+
+def _texts(logged: list[tuple[Any, ...]]) -> list[str]:
+    return [f"{step} {loss:.4f} {best:.3f} {first!r:.11}" for step, loss, best, first in logged]
+
+
+class Best(Net):
+    """Of what it returns last the one before is computed."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        logits = self.logits(x)
+        best = logits.max()
+        return {"loss": F.cross_entropy(logits, y), "best": best, "scaled": best * 2}
+
+
+def _logged(model: Any) -> Results:
+    optimizer, found, texts = sgd(model), list[Tensor](), list[str]()
+    for step, given in enumerate(batches(3)):
+        optimizer.zero_grad()
+        out = model(*given)
+        out["loss"].backward()
+        texts += _texts([(step, out["loss"], out["best"], out["scaled"])])
+        saved = io.BytesIO()
+        torch.save({key: value.detach() for key, value in out.items()} | {"as it is": out["best"]}, saved)
+        saved.seek(0)
+        found += torch.load(saved, weights_only=True).values()
+        optimizer.step()
+    return {"texts": texts, "found": [x.detach() for x in found], "state": state(model)}
+
+
+@program(KIND)
+def metrics_in_texts_and_files(compile: Compile) -> Results:
+    return _logged(compile(seeded(Best), example_inputs=batch()))
+
+
+@program(KIND)
+def metrics_in_texts_and_files_asked_for(compile: Compile) -> Results:
+    """The same with outputs="all"."""
+    return _logged(compile(seeded(Best), example_inputs=batch(), outputs="all"))
