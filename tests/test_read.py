@@ -101,7 +101,8 @@ def _what_is_refused() -> dict[str, str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found["backward"] = _refused(RuntimeError, lambda: out["logits"].sum().backward())
-    assert out.get("loss") is out and out.get("other", 3) == 3 and [*out] == [*out.keys()] == ["loss", "logits"]
+    assert out.get("loss") is out.loss is out["loss"] is out[0] and type(out.loss) is Tensor and out.get("other", 3) == 3
+    assert [*out] == [*out.keys()] == ["loss", "logits"]
     assert float(out.loss.detach()) == float(out["loss"].detach()) == float(out[0].detach()) == out.item()
     half = out["loss"] = out["loss"] / 2
     assert out.loss is out["loss"] is half and dict(out.items())["loss"] is half and any(x is half for x in out.values())
@@ -149,7 +150,7 @@ def _kept() -> tuple[bool, list[str], list[str]]:
     out = model(*batch())
     gone = weakref.ref(out._plain)
     loss, logits = out["loss"], out["logits"]
-    assert isinstance(loss, Loss)
+    assert isinstance(out, Loss)
     saved = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

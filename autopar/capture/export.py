@@ -118,7 +118,8 @@ class Step(nn.Module):
                     elif returns:
                         with contextlib.suppress(CaptureError):  # what the program need not give
                             around_loss, inside = taken_apart(output, result, held=containers)
-                            around_loss = replace(around_loss, names=tuple(map(str, range(len(inside)))))
+                            like = tuple((_known_shape(x), x.dtype) for x in inside)
+                            around_loss = replace(around_loss, names=tuple(map(str, range(len(inside)))), like=like)
                     shows = self.border.shows if said else ""
                     end = State.take(model, loss, start)
                     numbers = frozenset(path for path, leaf in end.leaves.items() if id(_number(leaf)) in self.border.numbers)
@@ -144,6 +145,11 @@ class Step(nn.Module):
                     f"can be differentiated\n  at {line}\n  what to do: let the input require a gradient before the call "
                     f"(x = x.requires_grad_()), and differentiate by that"
                 )
+
+
+def _known_shape(x: torch.Tensor) -> tuple[int, ...]:
+    """Its shape; of a size that depends on values 1."""
+    return tuple(n if type(n) is int else 1 for n in x.shape)
 
 
 def left_at(

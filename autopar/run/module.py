@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from autopar.debug import debug_level
+from autopar.errors import CaptureError
 from autopar.run import comm, record, state
 from autopar.run.again import Again, Remembered
 from autopar.run.alike import begin_writing, check_written
@@ -203,12 +205,11 @@ class ParallelModule(AsOriginal):
         try:
             args, kwargs = as_programs_take(args, kwargs)
             compared = self._debug or self._calls < CHECKED
-            everything = self._outputs == "loss" and (self.training, torch.is_grad_enabled()) in self._read
             call = Call(
                 args=args, kwargs=kwargs, given=given, modes=self._modes(), otherwise=self._tree.otherwise, compared=compared,
-                outputs="all" if everything else self._outputs, everything=everything,
+                outputs=self._outputs,
             )  # fmt: skip
-            form = self._forms.of(call)
+            form, call = self._form_of(call)
             self.__dict__["_calls"] += 1
             if form is None:
                 returned = self._of_the_original(args, kwargs)
@@ -223,6 +224,17 @@ class ParallelModule(AsOriginal):
             raise
         record.phase(record.OUTSIDE)
         return returned
+
+    def _form_of(self, call: Call) -> tuple[Form | None, Call]:
+        """What runs for a call; where calls like it are read, what computes all that the original returns, if the plan has room for it."""
+        kind = call.training, torch.is_grad_enabled()
+        if self._outputs == "loss" and kind in self._read:
+            more = dataclasses.replace(call, everything=True)
+            try:
+                return self._forms.of(more), more
+            except (CaptureError, ValueError):
+                self._read.discard(kind)
+        return self._forms.of(call), call
 
     def _run(self, form: Form, call: Call) -> Any:
         mesh, tree = self.mesh, self._tree

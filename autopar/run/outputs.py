@@ -144,7 +144,7 @@ class Returned:
     """What the original returns, without its tensors. names: the program's output that each of these is. own_loss: False if it
     computes no loss, nor a function that was given: the user makes one of what it returns. inner: outputs of which others, or the loss, are
     computed. into: the dict among the arguments, by position or name, that the forward writes to and returns, and the keys that it
-    writes."""
+    writes. like: the shape and dtype of each tensor, for the global batch, where a call computes none of them."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
@@ -152,6 +152,7 @@ class Returned:
     own_loss: bool = True
     inner: frozenset[str] = frozenset()
     into: tuple[int | str, tuple[object, ...]] | None = None
+    like: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
 
     def marked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The outputs, of which those inside refuse to tell their gradients."""

@@ -30,8 +30,9 @@ from autopar.run.backward import Backward
 from autopar.run.checkpointed import not_kept_for_later
 from autopar.run.form import Form
 from autopar.run.forms import Call, Forms
+from autopar.run.grad_mode import with_gradients
 from autopar.run.outputs import Returned, ended_by
-from autopar.run.plain import users_level
+from autopar.run.plain import plainly, users_level
 from autopar.run.random_numbers import seeded
 from autopar.run.schedule import Made
 from autopar.run.tree import Tree
@@ -46,12 +47,12 @@ _OF_TENSORS = frozenset(dir(Tensor))
 
 # ---------------------------------------------------------------------------------------------------- what a call gives
 class Loss(Tensor):
-    """The global loss, a scalar, and what the original returns around it (None: that is not known, and reading it raises). It is a tensor
-    in any case: `.loss`, `["loss"]` and `[0]` are the loss where the original's result has no other meaning for them."""
+    """The global loss, a scalar, and what the original returns around it (None: that is not known, and reading it raises). `.loss`,
+    `["loss"]` and `[0]` are the loss, as a plain tensor, where the original's result has no other meaning for them."""
 
     __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
     _returns: str
-    _plain: Tensor  # as which the loss stands in `_all`
+    _plain: Tensor
     _all: Any
     _fields: frozenset[str]  # attributes of the original's result that tensors have too
 
@@ -59,7 +60,7 @@ class Loss(Tensor):
     def loss(self) -> Tensor:
         """The loss itself, or what the loop has put in its place."""
         held = self._all.get("loss") if isinstance(self._all, Mapping) else getattr(self._all, "loss", None)
-        return self._shown(held) if isinstance(held, Tensor) else self
+        return held if isinstance(held, Tensor) else self._plain
 
     @loss.setter
     def loss(self, value: Any) -> None:
@@ -68,23 +69,23 @@ class Loss(Tensor):
     def __getattribute__(self, name: str) -> Any:
         known = object.__getattribute__(self, "__dict__")
         if name in known.get("_fields", ()):
-            return self._shown(getattr(known["_all"], name))
+            return getattr(known["_all"], name)
         return super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return self._shown(getattr(self._known(f".{name}"), name))
+        return getattr(self._known(f".{name}"), name)
 
     def __getitem__(self, index: Any) -> Any:
         is_loss = isinstance(index, (str, int)) and index in ("loss", 0)
         if self._all is None and is_loss:
-            return self
+            return self._plain
         try:
-            return self._shown(self._known(f"[{index!r}]")[index])
+            return self._known(f"[{index!r}]")[index]
         except (LookupError, TypeError):
             if is_loss:
-                return self
+                return self._plain
             raise
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -100,17 +101,17 @@ class Loss(Tensor):
 
     def values(self) -> Any:
         """As of a dict."""
-        return [self._shown(x) for x in self._known(".values").values()]
+        return self._known(".values").values()
 
     def items(self) -> Any:
         """As of a dict."""
-        return [(name, self._shown(x)) for name, x in self._known(".items").items()]
+        return self._known(".items").items()
 
     def __contains__(self, name: object) -> bool:
         return name in self._known("its elements")
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._shown, self._known("its elements"))
+        return iter(self._known("its elements"))
 
     def __len__(self) -> int:
         return len(self._known("its elements"))
@@ -118,8 +119,8 @@ class Loss(Tensor):
     def __format__(self, spec: str) -> str:
         return self._plain.__format__(spec)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return self._plain.__repr__(tensor_contents=tensor_contents)
+    def __repr__(self, **how: Any) -> str:  # type: ignore[override]
+        return self._plain.__repr__(**how)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved, it is the loss alone."""
@@ -135,11 +136,6 @@ class Loss(Tensor):
                 f"autopar.compile(model, ..., outputs='all') a call returns all of it"
             )
         return self._all
-
-    def _shown(self, value: Any) -> Any:
-        if type(value) in (tuple, list):
-            return type(value)(map(self._shown, value))
-        return self if value is self._plain else value
 
 
 def as_returned(loss: Tensor, returns: str, result: Any = None) -> Tensor:
@@ -181,15 +177,15 @@ def _is_size(x: object) -> bool:
 def around(loss: Tensor, returned: Returned, all_of: Callable[[], Sequence[Tensor]]) -> Any:
     """What the original returns, with what stands for its tensors. all_of: gives these when one is read."""
     kept = functools.cache(all_of)
-    with torch._C.DisableTorchFunctionSubclass():
-        tensors = {name: _unread(kept, place) for place, name in enumerate(returned.names)}
+
+    def unread(place: int, shape: tuple[int, ...], dtype: torch.dtype) -> Unread:
+        found = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Unread)  # torch.tensor, which asks for no torch function, fails
+        found._tensor = lambda: kept()[place]
+        return found
+
+    with plainly():
+        tensors = {name: unread(place, *like) for place, (name, like) in enumerate(zip(returned.names, returned.like, strict=True))}
     return returned.put_together(loss, tensors)
-
-
-def _unread(all_of: Callable[[], Sequence[Tensor]], place: int) -> Unread:
-    found = torch.empty(0, device="cpu").as_subclass(Unread)
-    found._tensor = lambda: all_of()[place]
-    return found
 
 
 # ------------------------------------------------------------------------------------------------------- the call once more
@@ -227,17 +223,19 @@ def once_more(past: Past, forms: Forms, begun: Begun, modes: bytes) -> list[Tens
     backward of a form, in which nothing is. modes: of the module now. RuntimeError where what the call was of has changed since."""
     call, remembered, mesh = past.call, past.remembered, past.remembered.form.mesh
     done_by_every_rank("compute", f"what call {past.number} of {past.model} returns beside its loss")
+    with with_gradients():
+        if not (torch.ones(1, requires_grad=True) * 2).requires_grad:  # in torch.tensor([...]), say, autograd is off
+            past.refuse("it is read inside of a function of torch that lets nothing else be computed. Give that x.item(), or stack tensors")
     if modes != call.modes or past.tree.otherwise != call.otherwise:
         past.refuse("since then the mode of the module has changed, or which parameters train. It is to be read before")
     if not remembered.unchanged():
         past.refuse("since then parameters, buffers or inputs of the call have changed, as by an optimizer's step. It is to be read before")
     try:
         with torch.set_grad_enabled(past.grad), under(past.autocast):
-            form = forms.of(dataclasses.replace(call, outputs="all", everything=True, compared=False))
+            form = forms.of(dataclasses.replace(call, everything=True, compared=False))
     except (CaptureError, ValueError) as error:
         past.refuse(error)
-    if form is None or form.returned is None:
-        past.refuse("all that it returns does not fit the plan")
+    assert form is not None and form.returned is not None, "of everything there is a form, or an error"
     if form.reread:
         past.refuse(f"it has changed {form.reread[0]}, of which it computes")
     record.phase(record.FORWARD)

@@ -256,6 +256,28 @@ def gradients_of_several_calls(compile: Compile) -> Results:
 
 
 @program(KIND)
+def metrics_collected_in_a_tensor(compile: Compile) -> Results:
+    """Made of a list of scalars."""
+    model = compile(seeded(Scored), example_inputs=batch())
+    model.eval()
+    with torch.no_grad():
+        first = model(*batch(4))[1].item()
+        found = [model(*given) for given in batches(3)]
+    return {"first": first, "metric": torch.tensor([out[1] for out in found]).mean(), "loss": torch.tensor([out[0] for out in found])}
+
+
+@program(KIND)
+def metrics_of_past_calls_stacked(compile: Compile) -> Results:
+    """Read when all calls are through."""
+    model = compile(seeded(Scored), example_inputs=batch())
+    model.eval()
+    with torch.inference_mode():
+        found = [model(*given) for given in batches(3)]
+        metrics, losses = torch.stack([out[1] for out in found]), torch.tensor([out[0] for out in found])
+    return {"metrics": metrics, "losses": losses, "kinds": [str(x.dtype) for x in (metrics, losses)]}
+
+
+@program(KIND)
 def part_of_each_rank_is_read(compile: Compile) -> Results:
     """As where each rank loads its own part of the batch; the sums over all parts."""
     model = compile(seeded(InDict), example_inputs=batch(), local_batch=True)
