@@ -48,7 +48,8 @@ _OF_TENSORS = frozenset(dir(Tensor))
 # ---------------------------------------------------------------------------------------------------- what a call gives
 class Loss(Tensor):
     """The global loss, a scalar, and what the original returns around it (None: that is not known, and reading it raises). `.loss`,
-    `["loss"]` and `[0]` are the loss, as a plain tensor, where the original's result has no other meaning for them."""
+    `["loss"]` and `[0]` are the loss, as a plain tensor, where the original's result has no other meaning for them. A tensor that is asked
+    for by its name or place is read; what is unpacked or gone through may not be wanted, and is read when it is used."""
 
     __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
     _returns: str
@@ -69,20 +70,20 @@ class Loss(Tensor):
     def __getattribute__(self, name: str) -> Any:
         known = object.__getattribute__(self, "__dict__")
         if name in known.get("_fields", ()):
-            return getattr(known["_all"], name)
+            return _read(getattr(known["_all"], name))
         return super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._known(f".{name}"), name)
+        return _read(getattr(self._known(f".{name}"), name))
 
     def __getitem__(self, index: Any) -> Any:
         is_loss = isinstance(index, (str, int)) and index in ("loss", 0)
         if self._all is None and is_loss:
             return self._plain
         try:
-            return self._known(f"[{index!r}]")[index]
+            return _read(self._known(f"[{index!r}]")[index])
         except (LookupError, TypeError):
             if is_loss:
                 return self._plain
@@ -168,6 +169,10 @@ class Unread(Tensor):
     def read(self) -> Tensor:
         """The tensor itself."""
         return self._tensor()
+
+
+def _read(value: Any) -> Any:
+    return value.read() if isinstance(value, Unread) else value
 
 
 def _is_size(x: object) -> bool:
