@@ -201,7 +201,7 @@ def call_twice(
         made_of_tensors |= not_read({*numbers} - made_of_tensors, second, lambda: _called(model, loss, inputs))
         moved = {path: change for path, change in moved.items() if path not in made_of_tensors}
         written = refuse_changing(type(model).__name__, list(moved.values()), read, given=outputs)
-        left = left_by(start, first, written, traced, counts, paths)
+        left = left_by(start, first, written, traced, counts, paths, once=frozenset(c.path for c in settled))
         made_here = made_of(settled, in_the_state(model))
     once = [c.path for c in settled if isinstance(c.after, torch.Tensor)]
     once += [name for name, was in writes[0].items() if writes[1][name] != was and writes[1][name] == writes[2][name]]

@@ -117,7 +117,7 @@ class Step(nn.Module):
                         self._check_leaves(others)
                     elif returns:
                         with contextlib.suppress(CaptureError):  # what the program need not give
-                            around_loss, inside = taken_apart(output, result, held=containers)
+                            around_loss, inside = taken_apart(output, result, held=containers, all_of_it=False)
                             like = tuple((_known_shape(x), x.dtype) for x in inside)
                             around_loss = replace(around_loss, names=tuple(map(str, range(len(inside)))), like=like)
                     shows = self.border.shows if said else ""

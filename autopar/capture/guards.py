@@ -7,6 +7,7 @@ of which only the names are watched, and which of them hold nothing.
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
 import sys
@@ -30,6 +31,7 @@ from autopar.capture.state import Change, State
 from autopar.capture.walk import REGISTRIES, TABLES, WATCHED_HOOKS
 from autopar.run.asked import NAMES
 from autopar.run.grad_mode import GradMode, as_called
+from autopar.run.left_out import LeftOut
 
 __all__ = ["Guards"]
 
@@ -118,15 +120,27 @@ class Guards:
         these."""
         self._given, self._numbers_left = names, frozenset(numbers)
 
-    def leave(self, outputs: Mapping[str, torch.Tensor]) -> None:
+    def place(self, path: str) -> str | None:
+        """The output of the program that the forward leaves at a path."""
+        return self._given.get(path)
+
+    @property
+    def leaves(self) -> frozenset[str]:
+        """The places at which the forward leaves a tensor that the program does not give."""
+        return frozenset[str]() if self._left is None else self._left.left_out - self._given.keys() - self._numbers_left
+
+    def leave(self, outputs: Mapping[str, torch.Tensor], unread: Callable[[str], torch.Tensor] | None = None) -> None:
         """After a call: what the forward leaves in attributes and containers is there, and what it prints and logs is said. outputs: of
-        the program, by name."""
+        the program, by name. unread: computes what is left at a place, when it is read."""
         self._sayings.again()
         for module, mode in self._modes_set:
             module.training = mode
         if self._left is not None:
             found = {path: outputs[name] for path, name in self._given.items() if name in outputs}
-            self._left.put({path: t.item() if path in self._numbers_left else t for path, t in found.items()})
+            left: dict[str, Any] = {path: t.item() if path in self._numbers_left else t for path, t in found.items()}
+            if unread is not None:
+                left |= {path: LeftOut(path, functools.partial(unread, path)) for path in self.leaves}
+            self._left.put(left)
 
     def reads(self, name: str) -> bool:
         """Whether code of the model may read what has a name: an attribute, a global, a key."""

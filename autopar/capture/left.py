@@ -20,7 +20,7 @@ from autopar.capture.counted import Count
 from autopar.capture.held import ABSENT, Held, Opaque, Place, child, is_plain, places, put_back, same
 from autopar.capture.reach import loaded_in
 from autopar.capture.state import Change, State
-from autopar.capture.walk import TABLES
+from autopar.capture.walk import TABLES, WATCHED_HOOKS
 from autopar.run.left_out import LeftOut
 
 __all__ = ["Left", "is_read", "left_by"]
@@ -71,8 +71,8 @@ class Left:
         self._held = [(now(one), owner if owner is None or id(owner.held.holder) in there else None) for one, owner in self._held]
         self._counts = [count._replace(place=count.place._replace(held=now(count.place.held))) for count in self._counts]
 
-    def put(self, tensors: Mapping[str, torch.Tensor | int | float]) -> None:
-        """tensors: of this call, and numbers, by their places."""
+    def put(self, tensors: Mapping[str, torch.Tensor | LeftOut | int | float]) -> None:
+        """tensors: of this call, numbers, and what stands for tensors, by their places."""
         for place, (held, owner) in enumerate(self._held):
             given = self._given.get(place)
             if given is None or tensors or not _alike(given, held.items):  # the loop may have changed what it was given
@@ -117,12 +117,16 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def left_by(
-    start: State, first: State, written: Sequence[str], traced: Iterable[Change], counts: Sequence[Count], appended: frozenset[str]
-) -> Left:
+    start: State, first: State, written: Sequence[str], traced: Iterable[Change], counts: Sequence[Count], appended: frozenset[str],
+    *, once: frozenset[str],
+) -> Left:  # fmt: skip
     """start, first: before and after a call of the original. written: the paths at which each call leaves a tensor of its own. traced:
     what the trace of a call changed: a number that is another there is computed from values of the inputs. counts: to which it adds.
-    appended: the paths of lists to which it appends."""
+    appended: the paths of lists to which it appends. once: what the first call changes, and later ones keep. Where it registers hooks, none
+    of this is left: the hooks are not, and it may say that they are there."""
     comparison = _Comparison(start, first, written, {c.path: c.after for c in traced}, frozenset(c.path for c in counts))
+    if any(path.rpartition(".")[2] in WATCHED_HOOKS for path in once):
+        comparison.stays(once)
     held = tuple(comparison.held())
     owners = {
         id(value): place
@@ -140,7 +144,12 @@ class _Comparison:
         self._where = {id(_object(first.leaves[path])): path for path in written if path in first.leaves}
         made = {c.path for c in start.changes(first) if isinstance(c.after, (torch.Tensor, Opaque))}
         self._caches = not made <= set(written)
+        self._stays = frozenset[str]()
         self.paths: set[str] = set()
+
+    def stays(self, paths: frozenset[str]) -> None:
+        """What a call changes there is not left."""
+        self._stays = paths
 
     def held(self) -> Iterator[Held]:
         before = {(id(held.holder), held.keys): held for held in self._start.held}
@@ -169,7 +178,8 @@ class _Comparison:
     def _entries(self, held: Held, known: Held) -> dict[Any, Any]:
         there = {k: v for k, v in held.items.items() if k not in TABLES and k != "training"}
         changed = {k: v for k, v in there.items() if known.items.get(k, ABSENT) is not v or self._is_computed(child(held, k))}
-        made = {key: value for key, value in changed.items() if value is not ABSENT and child(held, key) not in self._counted}
+        apart = self._counted | self._stays
+        made = {key: value for key, value in changed.items() if value is not ABSENT and child(held, key) not in apart}
         left = {key: self._left(value, child(held, key)) for key, value in made.items()}
         if not isinstance(held.holder, type):
             left |= dict.fromkeys(known.items.keys() - held.items.keys(), ABSENT)

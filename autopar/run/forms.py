@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autopar.errors import CaptureError, LaunchError, NoLoss
 from autopar.run import record, state, watchdog
-from autopar.run.autocast import Autocast, ambient
+from autopar.run.autocast import Autocast
 from autopar.run.form import Anew, Form
 from autopar.run.grad_mode import with_gradients
 from autopar.run.inputs import Path, Shapes, Structure, arguments_of, as_example, given_as, structure_of
@@ -41,7 +41,8 @@ class Call:
     """A call of the module. args, kwargs: those of the original. given: both, as the user gave them. modes: of the module and each of
     its submodules, whether it trains. otherwise: the parameters that require a gradient and did not when the model was compiled, or do
     not and did, if that may matter. compared: all ranks compare how they are called. outputs: 'all' where the original may compute what
-    cannot run as planned. everything: all that the original returns is computed, also where it was compiled for its loss alone."""
+    cannot run as planned. autocast: what is on around it. everything: all that the original returns is computed, also where it was
+    compiled for its loss alone."""
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
@@ -50,6 +51,7 @@ class Call:
     otherwise: tuple[str, ...]
     compared: bool
     outputs: str
+    autocast: tuple[Autocast, ...]
     everything: bool = False
 
     @property
@@ -102,7 +104,7 @@ class Forms:
                 f"at any time"
             )
         given = first.batch.shapes(call.args, call.kwargs) + self._asked_of(*call.given)
-        key = call.modes, (around := ambient()), given, structure, call.otherwise, call.everything
+        key = call.modes, (around := call.autocast), given, structure, call.otherwise, call.everything
         if mesh.talks:
             record.given(self._number(key))
         if call.compared:
@@ -112,10 +114,8 @@ class Forms:
                 "batch_size=...), or left out (drop_last=True)",
             )
         changed = None
-        asked = functools.partial(self._input, call, {})
         for place, form in enumerate(self._made.get(key, [])):
-            changed = form.guards.changed(self._whole, asked) if form.guards is not None else None
-            if changed is None:
+            if (changed := self.changed(form, call)) is None:
                 self._decides(key, again=False, place=place)
                 self._runs(form)
                 return form
@@ -164,6 +164,10 @@ class Forms:
                 f"original model to evaluate it, or compile it in that mode"
             )
         return first
+
+    def changed(self, form: Form, call: Call) -> str | None:
+        """Collective: what has changed since a call of what its form froze, in words."""
+        return form.guards.changed(self._whole, functools.partial(self._input, call, {})) if form.guards is not None else None
 
     def _input(self, call: Call, known: dict[Path, Tensor], path: Path) -> Tensor:
         """Collective, where each rank is given its own part: an input of a call, of the global batch. known: those that were asked for."""

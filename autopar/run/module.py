@@ -49,7 +49,7 @@ from autopar.run.stand_in import runs_as_it_is
 from autopar.run.stepping import close_steps, hook_optimizers
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.twice import Twice
-from autopar.run.unread import Kind, Loss, Past, around, as_returned, once_more
+from autopar.run.unread import Everything, Kind, Loss, Past, around, as_returned, left_at, once_more
 from autopar.run.weights import Step, Weights
 from autopar.run.without_data import without_values
 
@@ -207,7 +207,7 @@ class ParallelModule(AsOriginal):
             compared = self._debug or self._calls < CHECKED
             call = Call(
                 args=args, kwargs=kwargs, given=given, modes=self._modes(), otherwise=self._tree.otherwise, compared=compared,
-                outputs=self._outputs,
+                outputs=self._outputs, autocast=ambient(),
             )  # fmt: skip
             form, call = self._form_of(call)
             self.__dict__["_calls"] += 1
@@ -275,9 +275,11 @@ class ParallelModule(AsOriginal):
         if not differentiates:
             step.finish()
         outputs: Mapping[str, Tensor] = {}
+        everything: Callable[[], Everything] | None = None
         if form.returned is None:
             loss = rest.of_loss(loss, twice) if twice is not None else loss.detach()
-            returned = as_returned(loss, self._returns, self._around(form, call, remembered, loss))
+            everything = self._everything(form, call, remembered, loss)
+            returned = as_returned(loss, self._returns, around(loss, form.around_loss, everything))
         elif run is not None and twice is not None:
             values = form.outputs.collected(run.made, None)
             outputs = form.returned.marked(rest.of_outputs(values, run, Again(remembered, self._begun), twice))
@@ -290,24 +292,25 @@ class ParallelModule(AsOriginal):
             if call.everything and form.returned.has_loss:
                 returned = as_returned(loss, self._returns, returned)
         if form.guards is not None:
-            form.guards.leave(outputs)
+            form.guards.leave(outputs, None if everything is None else functools.partial(left_at, everything))
         return returned
 
-    def _around(self, form: Form, call: Call, remembered: Remembered, loss: Tensor) -> Any:
-        """What the original returns in a call that has computed its loss alone; None if that is not known."""
-        if form.around_loss is None or self.original is None:
+    def _everything(self, form: Form, call: Call, remembered: Remembered, loss: Tensor) -> Callable[[], Everything] | None:
+        """Computes what else the original returns and leaves in a call that has computed its loss alone; None if there is nothing."""
+        left = form.guards.leaves if form.guards is not None else frozenset[str]()
+        if self.original is None or not (left or form.around_loss is not None):
             return None
         past = Past(
-            call=call, remembered=remembered, tree=self._tree, model=self.manifest.model, returns=self._returns, number=self._calls,
-            loss=loss, autocast=ambient(), grad=torch.is_grad_enabled(),
+            call=call, remembered=remembered, tree=self._tree, model=self.manifest.model, returns=self._returns, left=left,
+            number=self._calls, loss=loss, around=form.around_loss, grad=torch.is_grad_enabled(),
         )  # fmt: skip
 
-        def all_of() -> list[Tensor]:
+        def everything() -> Everything:
             found = once_more(past, self._forms, self._begun, self._modes())
             self._read.add(past.kind)
             return found
 
-        return around(loss, form.around_loss, all_of)
+        return functools.cache(everything)
 
     def _begun(self, form: Form, bound: Mapping[str, Tensor], trainable: Sequence[tuple[str, nn.Parameter]]) -> Backward:
         """The weights of a forward pass, and what is left of it for backward."""

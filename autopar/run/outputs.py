@@ -20,6 +20,7 @@ from autopar.errors import CaptureError
 from autopar.ir import Layout, P, R
 from autopar.run import collectives, comm
 from autopar.run.dtypes import empty
+from autopar.run.left_out import LeftOut
 from autopar.run.manifest import Manifest, OutputSpec
 from autopar.run.mesh import Mesh
 from autopar.run.part import Parted
@@ -133,6 +134,7 @@ class _Own:
 _Record = _Made | _MadeDict | _MadeObject
 _LOSS = object()
 _DISTRIBUTIONS = (Distribution, Transform)
+_COMPUTED = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -214,15 +216,15 @@ def written_into(output: object, given: _Dicts) -> tuple[int | str, tuple[object
 
 
 def taken_apart(
-    output: Any, loss: Tensor, *, own_loss: bool = True, held: Container[int] = ()
+    output: Any, loss: Tensor, *, own_loss: bool = True, held: Container[int] = (), all_of_it: bool = True
 ) -> tuple[Returned, tuple[Tensor, ...]]:
     """What a model returned, and the tensors in it beside the loss. held: the lists and dicts that the model holds, by id. CaptureError for
-    what can hold tensors that are not seen."""
+    what can hold tensors that are not seen; without all_of_it there is something in its place that says so when it is used."""
     tensors: list[Tensor] = []
-    return dataclasses.replace(_apart(output, loss, tensors, held), own_loss=own_loss), tuple(tensors)
+    return dataclasses.replace(_apart(output, loss, tensors, held, all_of_it), own_loss=own_loss), tuple(tensors)
 
 
-def _apart(output: Any, loss: Tensor, tensors: list[Tensor], held: Container[int]) -> Returned:
+def _apart(output: Any, loss: Tensor, tensors: list[Tensor], held: Container[int], all_of_it: bool) -> Returned:
     def is_own(x: Any) -> bool:
         return id(x) in held and all(isinstance(leaf, _CONSTANTS) for leaf in pytree.tree_leaves(x))
 
@@ -239,10 +241,12 @@ def _apart(output: Any, loss: Tensor, tensors: list[Tensor], held: Container[int
         elif is_own(leaf):
             found.append(_Own(leaf))
         elif (fields := _fields(leaf)) is not None:
-            inside = _apart(fields, loss, tensors, held)
+            inside = _apart(fields, loss, tensors, held, all_of_it)
             found.append(_record(leaf, inside))
-        else:
+        elif all_of_it:
             _refuse(leaf)
+        else:
+            found.append(LeftOut("what the model returns", why=_not_seen(leaf)))
     return Returned(spec=spec, leaves=tuple(found))
 
 
@@ -275,16 +279,18 @@ def check_seen(output: Any) -> None:
 
 
 def _refuse(leaf: Any) -> NoReturn:
-    if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
-        raise CaptureError(
+    raise CaptureError(f"{_not_seen(leaf)}; or, if you need no more than the loss that the model returns, compile with outputs='loss'")
+
+
+def _not_seen(leaf: Any) -> str:
+    if isinstance(leaf, _COMPUTED):
+        return (
             "the model returns a number that it takes from a tensor (.item(), .tolist(), float(), int() or bool() of it), which a graph "
-            "does not have\n  what to do: return the tensor, and take .item() of what the call returns; or, if you need no more than the "
-            "loss that the model returns, compile with outputs='loss'"
+            "does not have\n  what to do: return the tensor, and take .item() of what the call returns"
         )
-    raise CaptureError(
+    return (
         f"the model returns a {type(leaf).__name__}, which may hold tensors that are not seen\n  what to do: return tensors in tuples, "
-        f"lists, dicts, dataclasses, namespaces or distributions; or, if you need no more than the loss that the model returns, compile "
-        f"with outputs='loss'"
+        f"lists, dicts, dataclasses, namespaces or distributions"
     )
 
 

@@ -13,7 +13,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +24,7 @@ from autopar.errors import CaptureError
 from autopar.run import comm, record
 from autopar.run.again import Remembered
 from autopar.run.alike import done_by_every_rank
-from autopar.run.autocast import Autocast, under, without
+from autopar.run.autocast import under, without
 from autopar.run.backward import Backward
 from autopar.run.checkpointed import not_kept_for_later
 from autopar.run.form import Form
@@ -38,7 +37,7 @@ from autopar.run.schedule import Made
 from autopar.run.tree import Tree
 from autopar.run.weights import Weights, buffers_kept
 
-__all__ = ["Kind", "Loss", "Past", "Unread", "around", "as_returned", "once_more"]
+__all__ = ["Everything", "Kind", "Loss", "Past", "Unread", "around", "as_returned", "left_at", "once_more"]
 
 Kind = tuple[bool, bool]  # calls in training mode, and with gradients
 Begun = Callable[[Form, Mapping[str, Tensor], Sequence[tuple[str, nn.Parameter]]], Backward]
@@ -52,16 +51,16 @@ class Loss(Tensor):
     for by its name or place is read; what is unpacked or gone through may not be wanted, and is read when it is used."""
 
     __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
-    _returns: str
-    _plain: Tensor
-    _all: Any
-    _fields: frozenset[str]  # attributes of the original's result that tensors have too
+    _autopar_returns: str
+    _autopar_plain: Tensor
+    _autopar_all: Any
+    _autopar_own: frozenset[str]  # attributes of the original's result that tensors have too
 
     @property
     def loss(self) -> Tensor:
         """The loss itself, or what the loop has put in its place."""
-        held = self._all.get("loss") if isinstance(self._all, Mapping) else getattr(self._all, "loss", None)
-        return held if isinstance(held, Tensor) else self._plain
+        held = self._autopar_all.get("loss") if isinstance(self._autopar_all, Mapping) else getattr(self._autopar_all, "loss", None)
+        return held if isinstance(held, Tensor) else self._autopar_plain
 
     @loss.setter
     def loss(self, value: Any) -> None:
@@ -69,24 +68,24 @@ class Loss(Tensor):
 
     def __getattribute__(self, name: str) -> Any:
         known = object.__getattribute__(self, "__dict__")
-        if name in known.get("_fields", ()):
-            return _read(getattr(known["_all"], name))
+        if name in known.get("_autopar_own", ()):
+            return _read(getattr(known["_autopar_all"], name))
         return super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith(("__", "_autopar")) or (name.startswith("_") and not hasattr(self._autopar_all, name)):
             raise AttributeError(name)
         return _read(getattr(self._known(f".{name}"), name))
 
     def __getitem__(self, index: Any) -> Any:
         is_loss = isinstance(index, (str, int)) and index in ("loss", 0)
-        if self._all is None and is_loss:
-            return self._plain
+        if self._autopar_all is None and is_loss:
+            return self._autopar_plain
         try:
             return _read(self._known(f"[{index!r}]")[index])
         except (LookupError, TypeError):
             if is_loss:
-                return self._plain
+                return self._autopar_plain
             raise
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -118,41 +117,47 @@ class Loss(Tensor):
         return len(self._known("its elements"))
 
     def __format__(self, spec: str) -> str:
-        return self._plain.__format__(spec)
+        return self._autopar_plain.__format__(spec)
 
     def __repr__(self, **how: Any) -> str:  # type: ignore[override]
-        return self._plain.__repr__(**how)
+        return self._autopar_plain.__repr__(**how)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved, it is the loss alone."""
-        return self._plain.__reduce_ex__(protocol)
+        return self._autopar_plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self._plain.__deepcopy__(memo)
+        return self._autopar_plain.__deepcopy__(memo)
 
     def _known(self, what: str) -> Any:
-        if self._all is None:
+        if self._autopar_all is None:
             raise AttributeError(
-                f"the original returns {self._returns}; the parallel module returns its loss alone, and not {what}. With "
+                f"the original returns {self._autopar_returns}; the parallel module returns its loss alone, and not {what}. With "
                 f"autopar.compile(model, ..., outputs='all') a call returns all of it"
             )
-        return self._all
+        return self._autopar_all
 
 
 def as_returned(loss: Tensor, returns: str, result: Any = None) -> Tensor:
     """The loss as a call returns it. returns: what the original returns, in words; '' for the loss itself. result: all of that, with the
     loss in it."""
-    if not returns and result is None:
+    if result is loss or (not returns and result is None):
         return loss
     found = loss.as_subclass(Loss)
-    found._returns, found._plain, found._all = returns, loss, result
-    fields: set[str] = set()
-    if dataclasses.is_dataclass(result):
-        fields = {f.name for f in dataclasses.fields(result)}
-    elif type(result) is SimpleNamespace:
-        fields = set(vars(result))
-    found._fields = frozenset(fields & _OF_TENSORS)
+    found._autopar_returns, found._autopar_plain, found._autopar_all = returns, loss, result
+    own = _OF_TENSORS & getattr(result, "__dict__", {}).keys()
+    if isinstance(result, dict) and type(result) is not dict:  # whose items may be attributes
+        own |= {key for key in _OF_TENSORS & result.keys() if getattr(result, key, None) is result[key]}
+    kind: Any = type(result)
+    found._autopar_own = _own_names(kind) | own
     return found
+
+
+@functools.cache
+def _own_names(kind: type) -> frozenset[str]:
+    """The attributes of a class that tensors have too."""
+    fields = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set[str]()
+    return frozenset(name for name in _OF_TENSORS & {*dir(kind), *fields} if not name.startswith("_"))
 
 
 class Unread(Tensor):
@@ -179,13 +184,14 @@ def _is_size(x: object) -> bool:
     return isinstance(x, torch.Size)  # which would come back as a tuple
 
 
-def around(loss: Tensor, returned: Returned, all_of: Callable[[], Sequence[Tensor]]) -> Any:
-    """What the original returns, with what stands for its tensors. all_of: gives these when one is read."""
-    kept = functools.cache(all_of)
+def around(loss: Tensor, returned: Returned | None, everything: Callable[[], Everything] | None) -> Any:
+    """What the original returns, with what stands for its tensors. everything: gives these when one is read; None: that cannot be."""
+    if returned is None or everything is None:
+        return None
 
     def unread(place: int, shape: tuple[int, ...], dtype: torch.dtype) -> Unread:
         found = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Unread)  # torch.tensor, which asks for no torch function, fails
-        found._tensor = lambda: kept()[place]
+        found._tensor = lambda: everything().returned[place]
         return found
 
     with plainly():
@@ -197,17 +203,18 @@ def around(loss: Tensor, returned: Returned, all_of: Callable[[], Sequence[Tenso
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Past:
     """A call of which the loss alone was computed. call: how the module was called; remembered: of what; tree: where the module's tensors
-    are; model: its name; returns: what the original returns, in words; number: of the call; loss: as it was given to the user; autocast:
-    around it."""
+    are; model: its name; returns: what the original returns, in words; left: the places at which it leaves tensors; number: of the call;
+    loss: as it was given to the user; around: what the original returns around it, if that is known."""
 
     call: Call
     remembered: Remembered
     tree: Tree
     model: str
     returns: str
+    left: frozenset[str]
     number: int
     loss: Tensor
-    autocast: tuple[Autocast, ...]
+    around: Returned | None
     grad: bool
 
     @property
@@ -215,19 +222,41 @@ class Past:
         """The calls that are read as this one is."""
         return self.call.training, self.grad
 
-    def refuse(self, why: object) -> NoReturn:
-        """RuntimeError: what the call did not compute cannot be computed any more."""
+    def refuse(self, why: object, *, at_once: bool = True) -> NoReturn:
+        """RuntimeError: what the call did not compute cannot be computed any more. at_once: it could have been, in the call."""
+        remedy = ". With autopar.compile(model, ..., outputs='all') every call computes all of it"
         raise RuntimeError(
-            f"the original returns {self.returns}; a call computes its loss, and the rest where it is read, by running forward once more. "
-            f"For this call that cannot be done: {why}. With autopar.compile(model, ..., outputs='all') every call computes all of it"
+            f"the original {self.does}; a call computes the loss, and the rest where it is read, by running forward once more. For this "
+            f"call that cannot be done: {why}{remedy if at_once else ''}"
         )
 
+    @property
+    def does(self) -> str:
+        """What the original does beside computing a loss, in words."""
+        return f"returns {self.returns}" if self.returns else f"leaves {' and '.join(sorted(self.left)[:2])}"
 
-def once_more(past: Past, forms: Forms, begun: Begun, modes: bytes) -> list[Tensor]:
-    """Collective: the tensors that the call would have returned beside the loss; only the loss gives gradients. begun: what is left for
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Everything:
+    """The tensors that a call returns beside the loss, in their order, and those that it leaves, by their places."""
+
+    returned: Sequence[Tensor]
+    left: Mapping[str, Tensor]
+
+
+def left_at(everything: Callable[[], Everything], path: str) -> Tensor:
+    """The tensor that a call leaves at a path. RuntimeError where no program gives it."""
+    left = everything().left
+    if path not in left:
+        raise RuntimeError(f"{path}: the original's forward leaves there what no program gives. Return the tensor from forward")
+    return left[path]
+
+
+def once_more(past: Past, forms: Forms, begun: Begun, modes: bytes) -> Everything:
+    """Collective: what the call would have returned and left beside the loss; only the loss gives gradients. begun: what is left for
     backward of a form, in which nothing is. modes: of the module now. RuntimeError where what the call was of has changed since."""
     call, remembered, mesh = past.call, past.remembered, past.remembered.form.mesh
-    done_by_every_rank("compute", f"what call {past.number} of {past.model} returns beside its loss")
+    done_by_every_rank("compute", f"what call {past.number} of {past.model} computes beside its loss")
     with with_gradients():
         if not (torch.ones(1, requires_grad=True) * 2).requires_grad:  # in torch.tensor([...]), say, autograd is off
             past.refuse("it is read inside of a function of torch that lets nothing else be computed. Give that x.item(), or stack tensors")
@@ -235,12 +264,18 @@ def once_more(past: Past, forms: Forms, begun: Begun, modes: bytes) -> list[Tens
         past.refuse("since then the mode of the module has changed, or which parameters train. It is to be read before")
     if not remembered.unchanged():
         past.refuse("since then parameters, buffers or inputs of the call have changed, as by an optimizer's step. It is to be read before")
-    try:
-        with torch.set_grad_enabled(past.grad), under(past.autocast):
+    with torch.set_grad_enabled(past.grad), under(call.autocast):
+        if changed := forms.changed(remembered.form, call):
+            past.refuse(f"since then there is a change ({changed}). It is to be read before")
+        try:
             form = forms.of(dataclasses.replace(call, everything=True, compared=False))
-    except (CaptureError, ValueError) as error:
-        past.refuse(error)
+        except CaptureError as error:
+            past.refuse(error, at_once=False)
+        except ValueError as error:
+            past.refuse(error)
     assert form is not None and form.returned is not None, "of everything there is a form, or an error"
+    if past.around is not None and (form.returned.spec, len(form.returned.names)) != (past.around.spec, len(past.around.names)):
+        past.refuse("when it is run once more it returns something else")
     if form.reread:
         past.refuse(f"it has changed {form.reread[0]}, of which it computes")
     record.phase(record.FORWARD)
@@ -264,12 +299,15 @@ def once_more(past: Past, forms: Forms, begun: Begun, modes: bytes) -> list[Tens
     if mesh.rank == 0:
         mode = f"{'training' if call.training else 'evaluation'} mode{'' if past.grad else ' without gradients'}"
         warnings.warn(
-            f"{past.model} returns {past.returns}, of which more than the loss is read: that call was run forward a second time, and from "
-            f"now on calls in {mode} compute all of it. autopar.compile(model, ..., outputs='all') computes all from the first call on",
+            f"{past.model} {past.does}, of which more than the loss is read: that call was run forward a second time, and from now on "
+            f"calls in {mode} compute all of it. autopar.compile(model, ..., outputs='all') computes all from the first call on",
             stacklevel=users_level(),
         )
     differentiable = form.outputs.differentiable
-    return [ended_by(values[name], past.loss) if name in differentiable else values[name] for name in form.returned.names]
+    given = {name: ended_by(value, past.loss) if name in differentiable else value for name, value in values.items()}
+    places = {path: form.guards.place(path) for path in past.left} if form.guards is not None else {}
+    left = {path: given[name] for path, name in places.items() if name is not None}
+    return Everything(returned=[given[name] for name in form.returned.names], left=left)
 
 
 def _compare(past: Past, loss: Tensor) -> None:

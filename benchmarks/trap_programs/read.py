@@ -196,6 +196,50 @@ def fields_named_as_tensors_have_them(compile: Compile) -> Results:
     return {"found": found, "state": state(model)}
 
 
+class Draws(NamedTuple):
+    """The same in a tuple with names, which has a method of a name that tensors have too."""
+
+    loss: Tensor
+    mean: Tensor
+    data: Tensor
+
+    def norm(self) -> Tensor:
+        return self.mean.square().sum() + self.data.sum()
+
+
+class Attributes(dict[str, Tensor]):
+    """A dict whose items are its attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+class InDraws(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Draws:
+        logits = self.logits(x)
+        return Draws(F.cross_entropy(logits, y), logits, x.sin())
+
+
+class InAttributes(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Attributes:
+        logits = self.logits(x)
+        return Attributes(loss=F.cross_entropy(logits, y), mean=logits.mean(0), std=logits.std(0))
+
+
+@program(KIND)
+def fields_of_tuples_and_dicts_named_so(compile: Compile) -> Results:
+    first, second = compile(seeded(InDraws), example_inputs=batch()), compile(seeded(InAttributes), example_inputs=batch())
+    optimizers, found = (sgd(first), sgd(second)), list[Tensor]()
+    for given in batches(2):
+        one, other = first(*given), second(*given)
+        found += [one.mean.detach(), one.data, one.norm().detach(), one._asdict()["data"], other.mean.detach(), other.std.detach()]
+        for optimizer, loss in zip(optimizers, (one.loss, other["loss"]), strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            found += [loss.data.clone(), loss.detach().mean()]
+            optimizer.step()
+    return {"found": found, "names": list(one._fields), "state": state(second)}
+
+
 class InNamespace(Net):
     def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
         logits = self.logits(x)
@@ -296,6 +340,101 @@ def part_of_each_rank_is_read(compile: Compile) -> Results:
     return {"found": found, "state": state(model)}
 
 
+class Logging(Net):
+    """Numbers for a log, taken from tensors, beside what is known."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        logits = self.logits(x)
+        loss = F.cross_entropy(logits, y)
+        return loss, {"train/loss": loss.item(), "logits": logits, "step": 3, "seen": {1, 2}}
+
+
+@program(KIND)
+def numbers_for_a_log_that_nobody_reads(compile: Compile) -> Results:
+    model = compile(seeded(Logging), example_inputs=batch())
+    optimizer, found = sgd(model), list[Tensor]()
+    for given in batches(3):
+        optimizer.zero_grad()
+        loss, log = model(*given)
+        loss.backward()
+        optimizer.step()
+        found += [loss.detach(), torch.tensor(log["step"])]
+    return {"found": found, "names": sorted(log), "state": state(model)}
+
+
+@program(KIND)
+def numbers_for_a_log(compile: Compile) -> Results:
+    model = compile(seeded(Logging), example_inputs=batch())
+    _, log = model(*batch())
+    return {"loss": f"{log['train/loss']:.6f}"}
+
+
+class Tempered(InDict):
+    """A number that the loop sets decides what stands beside the loss alone."""
+
+    temperature = 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        found = super().forward(x, y)
+        return {**found, "probabilities": (found["logits"] / self.temperature).softmax(-1)}
+
+
+@program(KIND)
+def number_beside_the_loss_is_annealed(compile: Compile) -> Results:
+    model = compile(seeded(Tempered), example_inputs=batch())
+    optimizer, found = sgd(model), list[Tensor]()
+    for step, given in enumerate(batches(3)):
+        optimizer.zero_grad()
+        model.temperature = 1.0 + step
+        out = model(*given)
+        found.append(out["probabilities"].detach())
+        out["loss"].backward()
+        optimizer.step()
+    return {"found": found}
+
+
+@program(KIND)
+def number_is_set_between(compile: Compile) -> Results:
+    """Between the call and the reading of what it has decided."""
+    model = compile(seeded(Tempered), example_inputs=batch())
+    out = model(*batch())
+    model.temperature = 2.0
+    return {"found": out["probabilities"].detach()}
+
+
+@program(KIND)
+def logits_under_autocast(compile: Compile) -> Results:
+    """Their dtype, and that they are those of the loss."""
+    model = compile(seeded(InDict).float(), example_inputs=tuple(t.float() if t.is_floating_point() else t for t in batch()))
+    x, y = batch()
+    found = []
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(x.float(), y)
+        logits = out["logits"]
+        apart = (F.cross_entropy(logits.detach().float(), y) - out["loss"].detach().float()).abs().item()
+        found += [str(logits.dtype), str(apart < 1e-5)]
+    return {"found": found}
+
+
+@program(KIND)
+def hidden_states_of_hugging_face(compile: Compile) -> Results:
+    """Hooks of its own, set in the first call, take them."""
+    model = compile(_classifier(output_hidden_states=True), example_inputs=_sentences(0))
+    optimizer, found = sgd(model), list[Tensor]()
+    for index in range(2):
+        model.train()
+        optimizer.zero_grad()
+        outputs = model(**_sentences(index))
+        found += [h.detach().mean(1) for h in outputs.hidden_states]
+        outputs.loss.backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            found += [h[:, 0] for h in model(**_sentences(index + 3)).hidden_states]
+    return {"found": found, "count": len(found)}
+
+
 @program(KIND)
 def metric_behind_the_step(compile: Compile) -> Results:
     """It is read when the parameters are others."""
@@ -324,11 +463,11 @@ def metric_before_the_step(compile: Compile) -> Results:
     return {"found": found}
 
 
-def _classifier() -> Any:
+def _classifier(**options: Any) -> Any:
     transformers = load_transformers()
     config = transformers.BertConfig(
         vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3, **options,
     )  # fmt: skip
     return seeded(transformers.BertForSequenceClassification, config)
 
