@@ -302,7 +302,8 @@ class ParallelModule(AsOriginal):
             return None
         past = Past(
             call=call, remembered=remembered, tree=self._tree, model=self.manifest.model, returns=self._returns, left=left,
-            number=self._calls, loss=loss, around=form.around_loss, grad=torch.is_grad_enabled(),
+            number=self._calls, loss=loss, came_to=loss.detach().clone(), around=form.around_loss, grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
         )  # fmt: skip
 
         def everything() -> Everything:

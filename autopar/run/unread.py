@@ -204,7 +204,8 @@ def around(loss: Tensor, returned: Returned | None, everything: Callable[[], Eve
 class Past:
     """A call of which the loss alone was computed. call: how the module was called; remembered: of what; tree: where the module's tensors
     are; model: its name; returns: what the original returns, in words; left: the places at which it leaves tensors; number: of the call;
-    loss: as it was given to the user; around: what the original returns around it, if that is known."""
+    loss: as it was given to the user; came_to: a copy of it; around: what the original returns around it, if that is known; grad,
+    inference: whether gradients and inference mode were on."""
 
     call: Call
     remembered: Remembered
@@ -214,8 +215,10 @@ class Past:
     left: frozenset[str]
     number: int
     loss: Tensor
+    came_to: Tensor
     around: Returned | None
     grad: bool
+    inference: bool
 
     @property
     def kind(self) -> Kind:
@@ -255,6 +258,11 @@ def left_at(everything: Callable[[], Everything], path: str) -> Tensor:
 def once_more(past: Past, forms: Forms, begun: Begun, modes: bytes) -> Everything:
     """Collective: what the call would have returned and left beside the loss; only the loss gives gradients. begun: what is left for
     backward of a form, in which nothing is. modes: of the module now. RuntimeError where what the call was of has changed since."""
+    with torch.inference_mode(past.inference), torch.set_grad_enabled(past.grad), under(past.call.autocast):  # as it was called
+        return _once_more(past, forms, begun, modes)
+
+
+def _once_more(past: Past, forms: Forms, begun: Begun, modes: bytes) -> Everything:
     call, remembered, mesh = past.call, past.remembered, past.remembered.form.mesh
     done_by_every_rank("compute", f"what call {past.number} of {past.model} computes beside its loss")
     with with_gradients():
@@ -264,15 +272,14 @@ def once_more(past: Past, forms: Forms, begun: Begun, modes: bytes) -> Everythin
         past.refuse("since then the mode of the module has changed, or which parameters train. It is to be read before")
     if not remembered.unchanged():
         past.refuse("since then parameters, buffers or inputs of the call have changed, as by an optimizer's step. It is to be read before")
-    with torch.set_grad_enabled(past.grad), under(call.autocast):
-        if changed := forms.changed(remembered.form, call):
-            past.refuse(f"since then there is a change ({changed}). It is to be read before")
-        try:
-            form = forms.of(dataclasses.replace(call, everything=True, compared=False))
-        except CaptureError as error:
-            past.refuse(error, at_once=False)
-        except ValueError as error:
-            past.refuse(error)
+    if changed := forms.changed(remembered.form, call):
+        past.refuse(f"since then there is a change ({changed}). It is to be read before")
+    try:
+        form = forms.of(dataclasses.replace(call, everything=True, compared=False))
+    except CaptureError as error:
+        past.refuse(error, at_once=False)
+    except ValueError as error:
+        past.refuse(error)
     assert form is not None and form.returned is not None, "of everything there is a form, or an error"
     if past.around is not None and (form.returned.spec, len(form.returned.names)) != (past.around.spec, len(past.around.names)):
         past.refuse("when it is run once more it returns something else")
@@ -312,7 +319,7 @@ def once_more(past: Past, forms: Forms, begun: Begun, modes: bytes) -> Everythin
 
 def _compare(past: Past, loss: Tensor) -> None:
     """Whether the call has come to the same loss."""
-    first, again = past.loss.detach().item(), loss.item()
+    first, again = past.came_to.item(), loss.item()
     tolerance = torch.finfo(loss.dtype).eps ** 0.5
     if not (abs(first - again) <= tolerance * abs(first) or (math.isnan(first) and math.isnan(again)) or first == again):
         past.refuse(f"forward comes to the loss {again!r} when it is run once more, and came to {first!r} before")

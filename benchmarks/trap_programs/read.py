@@ -85,6 +85,25 @@ def accuracy_before_backward(compile: Compile) -> Results:
 
 
 @program(KIND)
+def loss_scaled_in_place_and_read(compile: Compile) -> Results:
+    """Of several batches for a step; the metric is read without gradients, and trained by nobody."""
+    model = compile(seeded(NormedInDict), example_inputs=batch())
+    optimizer, found = sgd(model), list[float]()
+    for step in range(2):
+        optimizer.zero_grad()
+        for part in range(2):
+            x, y = batch(2 * step + part)
+            out = model(x, y)
+            loss = out["loss"]
+            loss /= 2
+            loss.backward()
+            with torch.inference_mode():
+                found += [loss.item(), accuracy(out["logits"], y), out["logits"].norm().item()]
+        optimizer.step()
+    return {"found": found, "state": state(model)}
+
+
+@program(KIND)
 def accuracy_now_and_then(compile: Compile) -> Results:
     """Of each third batch; of others nothing is read."""
     model = compile(seeded(NormedInDict), example_inputs=batch())
