@@ -49,7 +49,7 @@ from autopar.run.stand_in import runs_as_it_is
 from autopar.run.stepping import close_steps, hook_optimizers
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.twice import Twice
-from autopar.run.unread import Everything, Kind, Loss, Past, around, as_returned, left_at, once_more
+from autopar.run.unread import Everything, Kind, Loss, Past, Unread, around, as_returned, left_at, once_more
 from autopar.run.weights import Step, Weights
 from autopar.run.without_data import without_values
 
@@ -138,6 +138,7 @@ class ParallelModule(AsOriginal):
         super().__init__()
         for function in FUNCTIONS:
             runs_as_it_is(function, "backward")
+        runs_as_it_is(Unread, "read")
         manifest = emitted.MANIFEST
         keep = self.__dict__
         keep["manifest"] = manifest
@@ -257,6 +258,7 @@ class ParallelModule(AsOriginal):
             stage.weights = Weights(step)
         made: Made = []
         run: OpenRun | None = None
+        before = {name: tree.buffer(name).clone() for name in form.reread} if self._may_be_read(form) else {}
         try:
             with self._random.of_a_call(draws=manifest.draws):
                 remembered = Remembered(form, tree, bound, rest, training=self.training)
@@ -278,7 +280,7 @@ class ParallelModule(AsOriginal):
         everything: Callable[[], Everything] | None = None
         if form.returned is None:
             loss = rest.of_loss(loss, twice) if twice is not None else loss.detach()
-            everything = self._everything(form, call, remembered, loss)
+            everything = self._everything(form, call, remembered, loss, before)
             returned = as_returned(loss, self._returns, around(loss, form.around_loss, everything))
         elif run is not None and twice is not None:
             values = form.outputs.collected(run.made, None)
@@ -295,15 +297,23 @@ class ParallelModule(AsOriginal):
             form.guards.leave(outputs, None if everything is None else functools.partial(left_at, everything))
         return returned
 
-    def _everything(self, form: Form, call: Call, remembered: Remembered, loss: Tensor) -> Callable[[], Everything] | None:
-        """Computes what else the original returns and leaves in a call that has computed its loss alone; None if there is nothing."""
-        left = form.guards.leaves if form.guards is not None else frozenset[str]()
-        if self.original is None or not (left or form.around_loss is not None):
+    def _may_be_read(self, form: Form) -> bool:
+        """Whether the original returns or leaves more than its loss, which the form does not compute."""
+        leaves = form.guards is not None and bool(form.guards.leaves)
+        return self.original is not None and form.returned is None and (leaves or form.around_loss is not None)
+
+    def _everything(
+        self, form: Form, call: Call, remembered: Remembered, loss: Tensor, before: Mapping[str, Tensor]
+    ) -> Callable[[], Everything] | None:
+        """Computes what else the original returns and leaves in a call that has computed its loss alone; None if there is nothing. before:
+        buffers that the call has changed and computes of, as they were."""
+        if not self._may_be_read(form):
             return None
+        left = form.guards.leaves if form.guards is not None else frozenset[str]()
         past = Past(
             call=call, remembered=remembered, tree=self._tree, model=self.manifest.model, returns=self._returns, left=left,
-            number=self._calls, loss=loss, came_to=loss.detach().clone(), around=form.around_loss, grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
+            number=self._calls, loss=loss, came_to=loss.detach().clone(), around=form.around_loss, before=before,
+            grad=torch.is_grad_enabled(), inference=torch.is_inference_mode_enabled(),
         )  # fmt: skip
 
         def everything() -> Everything:
@@ -313,13 +323,16 @@ class ParallelModule(AsOriginal):
 
         return functools.cache(everything)
 
-    def _begun(self, form: Form, bound: Mapping[str, Tensor], trainable: Sequence[tuple[str, nn.Parameter]]) -> Backward:
-        """The weights of a forward pass, and what is left of it for backward."""
+    def _begun(
+        self, form: Form, bound: Mapping[str, Tensor], trainable: Sequence[tuple[str, nn.Parameter]],
+        before: Mapping[str, Tensor] | None = None,
+    ) -> Backward:  # fmt: skip
+        """The weights of a forward pass, and what is left of it for backward. before: buffers as they are to be in it."""
         tree, manifest = self._tree, form.manifest
         step = Step(
             held=tree.held,
             names=tree.names,
-            buffer=functools.partial(self._buffer, constants=form.constants),
+            buffer=functools.partial(self._buffer, others={**form.constants, **(before or {})}),
             computes=form.computes,
             buckets=self._buckets,
             of_a_pass=self._of_a_pass,
@@ -456,5 +469,5 @@ class ParallelModule(AsOriginal):
         """Of the module and each of its submodules, whether it trains."""
         return bytes(m.training for m in self._modules_of_original) if self.original is not None else bytes([self.training])
 
-    def _buffer(self, name: str, constants: Mapping[str, Tensor]) -> Tensor:
-        return constants[name] if name in constants else self._tree.buffer(name)
+    def _buffer(self, name: str, others: Mapping[str, Tensor]) -> Tensor:
+        return others[name] if name in others else self._tree.buffer(name)

@@ -20,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.run import hooks
 from autopar.run.methods import CallsOfMethods
+from autopar.run.outputs import Inner
 from autopar.run.part import Part, PartTensor
+from autopar.run.unread import Loss, Unread
 from autopar.run.views import Gathered
 
 __all__ = ["StandIn", "has_state_of_its_own", "runs_as_it_is"]
@@ -74,7 +76,7 @@ def _leave_parts_alone() -> None:
     trace_rules = importlib.import_module("torch._dynamo.trace_rules")
     trace_rules.add("autopar.run")
     config: Any = importlib.import_module("torch._dynamo.config")
-    config.nontraceable_tensor_subclasses = {*config.nontraceable_tensor_subclasses, Part, PartTensor, Gathered}
+    config.nontraceable_tensor_subclasses = {*config.nontraceable_tensor_subclasses, Gathered, Inner, Loss, Part, PartTensor, Unread}
 
 
 @functools.cache

@@ -40,7 +40,7 @@ from autopar.run.weights import Weights, buffers_kept
 __all__ = ["Everything", "Kind", "Loss", "Past", "Unread", "around", "as_returned", "left_at", "once_more"]
 
 Kind = tuple[bool, bool]  # calls in training mode, and with gradients
-Begun = Callable[[Form, Mapping[str, Tensor], Sequence[tuple[str, nn.Parameter]]], Backward]
+Begun = Callable[[Form, Mapping[str, Tensor], Sequence[tuple[str, nn.Parameter]], Mapping[str, Tensor]], Backward]
 _OF_TENSORS = frozenset(dir(Tensor))
 
 
@@ -204,8 +204,8 @@ def around(loss: Tensor, returned: Returned | None, everything: Callable[[], Eve
 class Past:
     """A call of which the loss alone was computed. call: how the module was called; remembered: of what; tree: where the module's tensors
     are; model: its name; returns: what the original returns, in words; left: the places at which it leaves tensors; number: of the call;
-    loss: as it was given to the user; came_to: a copy of it; around: what the original returns around it, if that is known; grad,
-    inference: whether gradients and inference mode were on."""
+    loss: as it was given to the user; came_to: a copy of it; around: what the original returns around it, if that is known; before:
+    buffers that it has changed and computes of, as they were; grad, inference: whether gradients and inference mode were on."""
 
     call: Call
     remembered: Remembered
@@ -217,6 +217,7 @@ class Past:
     loss: Tensor
     came_to: Tensor
     around: Returned | None
+    before: Mapping[str, Tensor]
     grad: bool
     inference: bool
 
@@ -283,12 +284,12 @@ def _once_more(past: Past, forms: Forms, begun: Begun, modes: bytes) -> Everythi
     assert form is not None and form.returned is not None, "of everything there is a form, or an error"
     if past.around is not None and (form.returned.spec, len(form.returned.names)) != (past.around.spec, len(past.around.names)):
         past.refuse("when it is run once more it returns something else")
-    if form.reread:
-        past.refuse(f"it has changed {form.reread[0]}, of which it computes")
+    if changes := [name for name in form.reread if name not in past.before]:
+        past.refuse(f"it has changed {changes[0]}, of which it computes")
     record.phase(record.FORWARD)
     made: Made = []
     with torch.no_grad(), without(), not_kept_for_later(), buffers_kept(), seeded(remembered.seed, form.device):
-        rest = begun(form, form.batch.bind(call.args, call.kwargs), ())
+        rest = begun(form, form.batch.bind(call.args, call.kwargs), (), past.before)
         for stage in form.stages.values():
             stage.train(remembered.training)
             stage.weights = Weights(rest.step)

@@ -103,6 +103,58 @@ def loss_scaled_in_place_and_read(compile: Compile) -> Results:
     return {"found": found, "state": state(model)}
 
 
+class Codes(InDict):
+    """Entries that move towards what they are taken for, and a number of calls that the loss is weighed by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("entries", torch.linspace(-1, 1, 6 * HIDDEN).view(6, HIDDEN))
+        self.register_buffer("warmth", torch.zeros(()))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        entries = self.entries.clone()
+        nearest = (torch.cdist(h, entries) * -9).softmax(-1)
+        with torch.no_grad():
+            self.warmth += 0.25
+            self.entries.copy_(0.9 * self.entries + 0.1 * (nearest.T @ h) / nearest.sum(0)[:, None])
+        return h + self.warmth * (nearest @ entries)
+
+
+@program(KIND)
+def codes_that_move(compile: Compile) -> Results:
+    """Buffers that a call computes of, and changes."""
+    model = compile(seeded(Codes), example_inputs=batch())
+    optimizer, found = sgd(model), list[float]()
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        out = model(x, y)
+        found += [accuracy(out["logits"], y), out["logits"].norm().item(), out["loss"].item()]
+        out["loss"].backward()
+        optimizer.step()
+    return {"found": found, "state": state(model)}
+
+
+@program(KIND)
+def step_compiled_by_torch_reads(compile: Compile) -> Results:
+    model = compile(seeded(InDict), example_inputs=batch())
+    optimizer = sgd(model)
+
+    @torch.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = model(x, y)
+        return out["loss"], (out["logits"].argmax(-1) == y).double().mean()
+
+    found = []
+    for given in batches(3):
+        optimizer.zero_grad()
+        loss, right = step(*given)
+        loss.backward()
+        optimizer.step()
+        found += [loss.item(), right.item()]
+    return {"found": found, "state": state(model)}
+
+
 @program(KIND)
 def accuracy_now_and_then(compile: Compile) -> Results:
     """Of each third batch; of others nothing is read."""
