@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from autopar import cli, compiler
+from autopar import cli, planning
 from autopar.cli.answers import json_line
 from autopar.cli.options import pins_of
 from autopar.demo import SEQUENCE, corpus, draw_batches
@@ -427,7 +427,7 @@ def test_what_a_time_limit_cut_off_is_said(models: Path, run, monkeypatch: pytes
         asked.append(time_limit_s)
         return make_plan(*args, time_limit_s=1e-9, **wanted)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(compiler, "make_plan", stopped)
+    monkeypatch.setattr(planning, "make_plan", stopped)
     monkeypatch.setattr(Question, "draft", _one_by_one(Question.draft))
     command = ("plan", "models.py:net", "--gpus", 8, "--cluster", "dgx-h100", "--time-limit", 2.5)
     ran = run(*command)
