@@ -69,6 +69,9 @@ main(sys.argv[1:])
 """
 
 
+LAST = "<nothing comes behind this>"
+
+
 class Terminal:
     """A program whose output and errors are a terminal of 100 columns."""
 
@@ -100,8 +103,13 @@ class Terminal:
         return True
 
     def ended(self) -> int:
+        """Wait until the program ends, and read all that it has written: a busy machine hands that over later."""
         self.until(lambda _: False)
-        return self.program.wait(timeout=60)
+        code = self.program.wait(timeout=60)
+        os.write(self.slave, LAST.encode())
+        while LAST not in self.said:
+            self.said += os.read(self.master, 65536).decode(errors="replace")
+        return code
 
     def __enter__(self) -> Terminal:
         return self
