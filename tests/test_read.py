@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import LaunchError
-from autopar.run import WorkerPool, unread
+from autopar.run import WorkerPool, again
 from autopar.run.random_numbers import seeded as seeded_from
 from autopar.run.unread import Loss, Unread
 from benchmarks._traps import PROGRAMS
@@ -106,7 +106,7 @@ def _what_is_refused() -> dict[str, str]:
     out = model(x, y)
     drawn = _compiled(Dropping, {"tp": 2})(x, y)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unread, "seeded", lambda seed, device: seeded_from(seed + 1, device))  # so that it comes to another loss
+        patch.setattr(again, "seeded", lambda seed, device: seeded_from(seed + 1, device))  # so that it comes to another loss
         found["loss"] = _refused(RuntimeError, lambda: drawn[1].sum())
     found["key"] = _refused(KeyError, lambda: out["other"])
     found["index"] = _refused(KeyError, lambda: out[1])

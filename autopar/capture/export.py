@@ -110,7 +110,9 @@ class Step(nn.Module):
                 with torch._C.DisableTorchFunction():
                     returns = "" if _is_scalar(output) or loss not in (None, each_output) else _describe(output)
                     around_loss = None
-                    containers = {id(one.holder) for one in start.held if isinstance(one.holder, list | dict)}
+                    containers: set[int] = set()
+                    if outputs or not own or returns:
+                        containers = {id(one.holder) for one in start.held if isinstance(one.holder, list | dict)}
                     if outputs or not own:
                         returned, others = taken_apart(output, result, own_loss=own, held=containers)
                         returned = replace(returned, into=written_into(output, given))

@@ -258,11 +258,12 @@ class ParallelModule(AsOriginal):
             stage.weights = Weights(step)
         made: Made = []
         run: OpenRun | None = None
-        before = {name: tree.buffer(name).clone() for name in form.reread} if self._may_be_read(form) else {}
+        may_be_read = self._may_be_read(form)
+        before = {name: tree.buffer(name).clone() for name in form.reread} if may_be_read else {}
         try:
             with self._random.of_a_call(draws=manifest.draws):
-                remembered = Remembered(form, tree, bound, rest, training=self.training)
-                twice = Twice(remembered) if differentiates else None
+                remembered = Remembered(form, tree, bound, rest, training=self.training) if differentiates or may_be_read else None
+                twice = Twice(remembered) if remembered is not None and differentiates else None
                 parts = form.micro_batches(rest.inputs.parts)
                 if form.open and differentiates:
                     run = form.run_open(parts, step)
@@ -280,9 +281,10 @@ class ParallelModule(AsOriginal):
         everything: Callable[[], Everything] | None = None
         if form.returned is None:
             loss = rest.of_loss(loss, twice) if twice is not None else loss.detach()
-            everything = self._everything(form, call, remembered, loss, before)
+            if remembered is not None and may_be_read:
+                everything = self._everything(call, remembered, loss, before)
             returned = as_returned(loss, self._returns, around(loss, form.around_loss, everything))
-        elif run is not None and twice is not None:
+        elif run is not None and remembered is not None and twice is not None:
             values = form.outputs.collected(run.made, None)
             outputs = form.returned.marked(rest.of_outputs(values, run, Again(remembered, self._begun), twice))
             returned = form.returned.put_together(None, outputs)
@@ -302,18 +304,12 @@ class ParallelModule(AsOriginal):
         leaves = form.guards is not None and bool(form.guards.leaves)
         return self.original is not None and form.returned is None and (leaves or form.around_loss is not None)
 
-    def _everything(
-        self, form: Form, call: Call, remembered: Remembered, loss: Tensor, before: Mapping[str, Tensor]
-    ) -> Callable[[], Everything] | None:
-        """Computes what else the original returns and leaves in a call that has computed its loss alone; None if there is nothing. before:
-        buffers that the call has changed and computes of, as they were."""
-        if not self._may_be_read(form):
-            return None
-        left = form.guards.leaves if form.guards is not None else frozenset[str]()
+    def _everything(self, call: Call, remembered: Remembered, loss: Tensor, before: Mapping[str, Tensor]) -> Callable[[], Everything]:
+        """Computes what else the original returns and leaves in a call that has computed its loss alone. before: buffers that the call has
+        changed and computes of, as they were."""
         past = Past(
-            call=call, remembered=remembered, tree=self._tree, model=self.manifest.model, returns=self._returns, left=left,
-            number=self._calls, loss=loss, came_to=loss.detach().clone(), around=form.around_loss, before=before,
-            grad=torch.is_grad_enabled(), inference=torch.is_inference_mode_enabled(),
+            call=call, remembered=remembered, returns=self._returns, number=self._calls, loss=loss, came_to=loss.detach().clone(),
+            before=before, grad=torch.is_grad_enabled(), inference=torch.is_inference_mode_enabled(),
         )  # fmt: skip
 
         def everything() -> Everything:
@@ -332,7 +328,7 @@ class ParallelModule(AsOriginal):
         step = Step(
             held=tree.held,
             names=tree.names,
-            buffer=functools.partial(self._buffer, others={**form.constants, **(before or {})}),
+            buffer=functools.partial(self._buffer, others={**form.constants, **before} if before else form.constants),
             computes=form.computes,
             buckets=self._buckets,
             of_a_pass=self._of_a_pass,

@@ -8,9 +8,14 @@ from types import FrameType
 
 import torch
 
-__all__ = ["asker", "plainly", "users_level"]
+__all__ = ["asker", "is_size", "plainly", "users_level"]
 
 plainly = torch._C.DisableTorchFunctionSubclass  # a context: inside, __torch_function__ of no subclass is asked
+
+
+def is_size(x: object) -> bool:
+    """Of what pytree is to leave alone: a torch.Size would come back as a tuple, and `x.new(size)` takes that for elements."""
+    return isinstance(x, torch.Size)
 
 
 def asker(depth: int = 1) -> FrameType:

@@ -26,15 +26,12 @@ from autopar.run.again import Remembered
 from autopar.run.alike import done_by_every_rank
 from autopar.run.autocast import under, without
 from autopar.run.backward import Backward
-from autopar.run.checkpointed import not_kept_for_later
 from autopar.run.form import Form
 from autopar.run.forms import Call, Forms
 from autopar.run.grad_mode import with_gradients
 from autopar.run.outputs import Returned, ended_by
-from autopar.run.plain import plainly, users_level
-from autopar.run.random_numbers import seeded
+from autopar.run.plain import is_size, plainly, users_level
 from autopar.run.schedule import Made
-from autopar.run.tree import Tree
 from autopar.run.weights import Weights, buffers_kept
 
 __all__ = ["Everything", "Kind", "Loss", "Past", "Unread", "around", "as_returned", "left_at", "once_more"]
@@ -168,7 +165,7 @@ class Unread(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(cls, cls.read, (args, kwargs or {}), is_leaf=_is_size)
+        args, kwargs = pytree.tree_map_only(cls, cls.read, (args, kwargs or {}), is_leaf=is_size)
         return func(*args, **kwargs)
 
     def read(self) -> Tensor:
@@ -178,10 +175,6 @@ class Unread(Tensor):
 
 def _read(value: Any) -> Any:
     return value.read() if isinstance(value, Unread) else value
-
-
-def _is_size(x: object) -> bool:
-    return isinstance(x, torch.Size)  # which would come back as a tuple
 
 
 def around(loss: Tensor, returned: Returned | None, everything: Callable[[], Everything] | None) -> Any:
@@ -202,21 +195,16 @@ def around(loss: Tensor, returned: Returned | None, everything: Callable[[], Eve
 # ------------------------------------------------------------------------------------------------------- the call once more
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Past:
-    """A call of which the loss alone was computed. call: how the module was called; remembered: of what; tree: where the module's tensors
-    are; model: its name; returns: what the original returns, in words; left: the places at which it leaves tensors; number: of the call;
-    loss: as it was given to the user; came_to: a copy of it; around: what the original returns around it, if that is known; before:
-    buffers that it has changed and computes of, as they were; grad, inference: whether gradients and inference mode were on."""
+    """A call of which the loss alone was computed. call: how the module was called; remembered: of what; returns: what the original
+    returns, in words; number: of the call; loss: as it was given to the user; came_to: a copy of it; before: buffers that it has changed
+    and computes of, as they were; grad, inference: whether gradients and inference mode were on."""
 
     call: Call
     remembered: Remembered
-    tree: Tree
-    model: str
     returns: str
-    left: frozenset[str]
     number: int
     loss: Tensor
     came_to: Tensor
-    around: Returned | None
     before: Mapping[str, Tensor]
     grad: bool
     inference: bool
@@ -225,6 +213,17 @@ class Past:
     def kind(self) -> Kind:
         """The calls that are read as this one is."""
         return self.call.training, self.grad
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        return self.remembered.form.manifest.model
+
+    @property
+    def left(self) -> frozenset[str]:
+        """The places at which the original leaves tensors."""
+        guards = self.remembered.form.guards
+        return guards.leaves if guards is not None else frozenset()
 
     def refuse(self, why: object, *, at_once: bool = True) -> NoReturn:
         """RuntimeError: what the call did not compute cannot be computed any more. at_once: it could have been, in the call."""
@@ -269,7 +268,7 @@ def _once_more(past: Past, forms: Forms, begun: Begun, modes: bytes) -> Everythi
     with with_gradients():
         if not (torch.ones(1, requires_grad=True) * 2).requires_grad:  # in torch.tensor([...]), say, autograd is off
             past.refuse("it is read inside of a function of torch that lets nothing else be computed. Give that x.item(), or stack tensors")
-    if modes != call.modes or past.tree.otherwise != call.otherwise:
+    if modes != call.modes or remembered.tree.otherwise != call.otherwise:
         past.refuse("since then the mode of the module has changed, or which parameters train. It is to be read before")
     if not remembered.unchanged():
         past.refuse("since then parameters, buffers or inputs of the call have changed, as by an optimizer's step. It is to be read before")
@@ -282,22 +281,16 @@ def _once_more(past: Past, forms: Forms, begun: Begun, modes: bytes) -> Everythi
     except ValueError as error:
         past.refuse(error)
     assert form is not None and form.returned is not None, "of everything there is a form, or an error"
-    if past.around is not None and (form.returned.spec, len(form.returned.names)) != (past.around.spec, len(past.around.names)):
+    around_loss = remembered.form.around_loss
+    if around_loss is not None and (form.returned.spec, len(form.returned.names)) != (around_loss.spec, len(around_loss.names)):
         past.refuse("when it is run once more it returns something else")
     if changes := [name for name in form.reread if name not in past.before]:
         past.refuse(f"it has changed {changes[0]}, of which it computes")
-    record.phase(record.FORWARD)
     made: Made = []
-    with torch.no_grad(), without(), not_kept_for_later(), buffers_kept(), seeded(remembered.seed, form.device):
+    with torch.no_grad(), without(), buffers_kept():
         rest = begun(form, form.batch.bind(call.args, call.kwargs), (), past.before)
-        for stage in form.stages.values():
-            stage.train(remembered.training)
-            stage.weights = Weights(rest.step)
-        try:
+        with remembered.run_again([*form.stages.values()], lambda: Weights(rest.step)), torch.no_grad():
             loss = form.run(form.micro_batches(rest.inputs.parts), rest.step, made)
-        finally:
-            for stage in form.stages.values():
-                del stage.weights
         if mesh.pp.size > 1:
             comm.broadcast_(loss, mesh.pp.ranks[form.manifest.places[-1]], mesh.pp)
         rest.step.finish()

@@ -13,7 +13,7 @@ from autopar.run import function_names as F
 from autopar.run.by_memory import not_transformed
 from autopar.run.lies import Lies
 from autopar.run.part import AnyPart, Part, Parted, in_graph, is_part, lies_of, local, memory_of
-from autopar.run.plain import plainly
+from autopar.run.plain import is_size, plainly
 from autopar.run.reductions import Whole
 from autopar.run.sent import COLLECTIVES, finished
 from autopar.run.views import Source, sharing, write_whole, writes
@@ -67,10 +67,6 @@ def _source(x: AnyPart, whole: Tensor) -> Source:
     return Source(part, x._lies, memory_of(x), part._version, whole.detach())
 
 
-def _is_size(x: object) -> bool:
-    return isinstance(x, torch.Size)  # which would come back as a tuple, and `p.new(size)` takes that for elements
-
-
 def on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Collective: the function of whole tensors. What it writes to a part goes back into the parts, as rank 0 has written it."""
     out = kwargs.get("out")
@@ -81,7 +77,7 @@ def on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
         return view(func, args[0], args[1:], kwargs)
     if not is_part(written):
         known: dict[int, Tensor] = {}
-        whole = pytree.tree_map_only(Parted, lambda x: known.setdefault(id(x), whole_of(x)), (args, kwargs), is_leaf=_is_size)
+        whole = pytree.tree_map_only(Parted, lambda x: known.setdefault(id(x), whole_of(x)), (args, kwargs), is_leaf=is_size)
         versions = {key: w._version for key, w in known.items()}
         told = {id(x) for x in _written_by_schema(func, args, kwargs)}
         found = finished(func(*whole[0], **whole[1]))
@@ -101,7 +97,7 @@ def on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     lies = written._lies
     with torch.no_grad():
-        whole = pytree.tree_map_only(Parted, lambda x: fresh(x) if x is written else whole_of(x), (args, kwargs), is_leaf=_is_size)
+        whole = pytree.tree_map_only(Parted, lambda x: fresh(x) if x is written else whole_of(x), (args, kwargs), is_leaf=is_size)
         func(*whole[0], **whole[1])
         target = whole[1]["out"] if written is out else target_of(whole[0])
         write_whole(local(written), lies, of_shape(target, lies))
@@ -135,7 +131,7 @@ def _on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         if torch.is_grad_enabled() and any(x.requires_grad for x in pytree.tree_leaves(args[0]) if isinstance(x, Tensor)):
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     with torch.no_grad():
-        given = pytree.tree_map_only(Parted, whole, (args, kwargs), is_leaf=_is_size)
+        given = pytree.tree_map_only(Parted, whole, (args, kwargs), is_leaf=is_size)
         found = func(*given[0], **given[1])
         for x, copy in known.values():
             write_whole(local(x), x._lies, copy)
