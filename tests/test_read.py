@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import LaunchError
-from autopar.run import WorkerPool, again
+from autopar.run import WorkerPool, again, before_steps, unread
+from autopar.run.mesh import Mesh
 from autopar.run.random_numbers import seeded as seeded_from
+from autopar.run.reading import Unreadable
 from autopar.run.unread import Loss, Unread
 from benchmarks._traps import PROGRAMS
 from benchmarks._traps_kit import InDict, batch, seeded
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.gloo
 
 REFUSED = {
     "numbers_for_a_log": "a number that it takes from a tensor",
-    "metric_behind_the_step": "an optimizer's step",
+    "metric_behind_a_step_by_hand": "an optimizer's step",
     "number_is_set_between": "temperature from nothing to 2.0",
 }
 READ = sorted(name for name, program in PROGRAMS.items() if program.kind == "read" and name not in REFUSED)
@@ -99,8 +101,12 @@ def _what_is_refused() -> dict[str, str]:
     model.eval()
     found["mode"] = _refused(RuntimeError, lambda: out["logits"].sum())
     model.train()
+    for _ in range(2):
+        out = model(x, y)
+        out.loss.backward()
+    del out  # so that the loop seems to read nothing
+    optimizer.step()
     out = model(x, y)
-    out.loss.backward()
     optimizer.step()
     found["step"] = _refused(RuntimeError, lambda: out["logits"].sum())
     out = model(x, y)
@@ -202,3 +208,94 @@ def _read_alone() -> None:
 def test_one_rank_alone_that_reads_is_told_so(pair: WorkerPool) -> None:
     with pytest.raises(LaunchError, match="is about to compute what call 1 of InDict computes beside its loss, which all ranks do"):
         pair.run(_read_alone, timeout_s=100)
+
+
+class Plenty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        logits = self.last(torch.relu(self.first(x)))
+        return {"loss": F.cross_entropy(logits, y), "logits": logits, "hits": logits.argmax(1) == y}
+
+
+def _stepped(small: int, keep: bool) -> tuple[list[str], list[str], int]:
+    """What the logits of three calls are behind the steps; what was said; how often ranks agreed at a step."""
+    model = _compiled(Plenty, {"tp": 2})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    agreed, read = 0, list[str]()
+    shared = Mesh.shared
+
+    def counted(mesh: Mesh, values: set[int]) -> set[int]:
+        nonlocal agreed
+        agreed += 1
+        return shared(mesh, values)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        patch.setattr(Mesh, "shared", counted)
+        patch.setattr(before_steps, "SMALL", small)
+        for index in range(3):
+            out = model(*batch(index))
+            out["loss"].backward()
+            if not keep:
+                del out
+            optimizer.step()
+            if keep:
+                try:
+                    read.append(str(out["logits"].dtype))
+                except RuntimeError as error:
+                    read.append(str(error))
+    return read, [str(w.message) for w in told if "is held" in str(w.message)], agreed
+
+
+SIZE = 12 * (4 * 4 + 1)  # bytes of the logits and hits of a batch
+
+
+@pytest.mark.parametrize(
+    ("small", "keep", "is_read", "agreed"),
+    [(SIZE, True, "torch.float32", 1), (SIZE - 1, True, "an optimizer's step", 0), (SIZE, False, "", 1)],
+    ids=["held", "more than is small", "not held"],
+)
+def test_what_is_small_and_held_is_computed_before_a_step(pair: WorkerPool, small: int, keep: bool, is_read: str, agreed: int) -> None:
+    for rank, (read, said, times) in enumerate(pair.run(_stepped, small, keep, timeout_s=100)):
+        assert all(is_read in one for one in read) and len(read) == 3 * keep and times == agreed
+        assert len(said) == ("float" in is_read and rank == 0)
+
+
+def _not_computed(error: type[Exception]) -> str:
+    """A step of a loop that holds what cannot be computed."""
+    model = _compiled(Plenty, {"tp": 2})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    out = model(*batch())
+    out["loss"].backward()
+
+    def fails(*_: object) -> None:
+        raise error("as a test has it")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unread, "_once_more", fails)
+        optimizer.step()
+    return _refused(RuntimeError, lambda: out["logits"].sum())
+
+
+@pytest.mark.parametrize("error", [ValueError, Unreadable])
+def test_a_step_goes_on_where_nothing_can_be_computed_before_it(pair: WorkerPool, error: type[Exception]) -> None:
+    for said in pair.run(_not_computed, error, timeout_s=100):
+        assert said == "as a test has it" if error is Unreadable else "an optimizer's step" in said
+
+
+def test_a_step_that_one_rank_takes_alone_is_told_so(pair: WorkerPool) -> None:
+    with pytest.raises(LaunchError, match="rank 0 is about to step on Plenty, which all ranks do together"):
+        pair.run(_steps_alone, timeout_s=100)
+
+
+def _steps_alone() -> None:
+    model = _compiled(Plenty, {"tp": 2})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    out = model(*batch())
+    out["loss"].backward()
+    if torch.distributed.get_rank() == 0:
+        optimizer.step()
+    model(*batch())

@@ -159,23 +159,28 @@ class Mesh:
         message; shown: of this rank's value."""
         if not self.talks:
             return
-        found = [("", "")] * self.world
-        record.entered(record.AGREEMENT, self.everyone.name)
-        dist.all_gather_object(found, (repr(value), shown), group=self._hosts.group)
-        record.left()
+        found = self._of_all((repr(value), shown))
         for rank, (other, theirs) in enumerate(found):
             if other != found[0][0]:
                 raise LaunchError(f"{what} differ between rank 0 and rank {rank}: {found[0][1]}; and {theirs}. {remedy}")
 
     def collected(self, values: list[str]) -> set[str]:
         """Collective: what any rank has."""
+        return {value for one in self._of_all(values) for value in one}
+
+    def shared(self, values: set[int]) -> set[int]:
+        """Collective: what every rank has."""
+        return set.intersection(*self._of_all(values))
+
+    def _of_all(self, value: T) -> list[T]:
+        """Collective: what each rank has, in their order."""
         if not self.talks:
-            return set(values)
-        found: list[list[str]] = [[]] * self.world
+            return [value]
+        found = [value] * self.world
         record.entered(record.AGREEMENT, self.everyone.name)
-        dist.all_gather_object(found, values, group=self._hosts.group)
+        dist.all_gather_object(found, value, group=self._hosts.group)
         record.left()
-        return {value for one in found for value in one}
+        return found
 
     def _unflatten(self, rank: int) -> tuple[int, ...]:
         found: list[int] = []

@@ -26,6 +26,7 @@ from autopar.run.asked import OF_GRADIENTS
 from autopar.run.autocast import Autocast, ambient, without
 from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.batches import GivenBatches
+from autopar.run.before_steps import BeforeSteps
 from autopar.run.broken_off import broken_off
 from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
 from autopar.run.checkpointed import not_kept_for_later
@@ -43,13 +44,14 @@ from autopar.run.mesh import Mesh
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.random_numbers import RandomNumbers
+from autopar.run.reading import Kind, Reading
 from autopar.run.region import regions_of
 from autopar.run.schedule import Made, OpenRun
 from autopar.run.stand_in import runs_as_it_is
 from autopar.run.stepping import close_steps, hook_optimizers
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.twice import Twice
-from autopar.run.unread import Everything, Kind, Loss, Past, Unread, around, as_returned, left_at, once_more
+from autopar.run.unread import Everything, Loss, Past, Unread, around, as_returned, left_at, once_more
 from autopar.run.weights import Step, Weights
 from autopar.run.without_data import without_values
 
@@ -106,6 +108,7 @@ class ParallelModule(AsOriginal):
     _returns: str
     _outputs: str
     _read: set[Kind]  # of calls of which more than the loss was read
+    _before_steps: BeforeSteps
     _random: RandomNumbers
     _given: GivenBatches
     _calls: int
@@ -171,6 +174,7 @@ class ParallelModule(AsOriginal):
         keep["_forms"] = Forms(
             form, modes=self._modes(), autocast=autocast, original=original, another=own, whole=tree.gathered, example=example
         )
+        keep["_before_steps"] = BeforeSteps(mesh, manifest.model, tree.params)
         keep["_random"] = RandomNumbers(mesh, device)
         keep["_calls"] = 0
         keep["_given"] = GivenBatches(mesh, local=local_batch)
@@ -228,7 +232,7 @@ class ParallelModule(AsOriginal):
 
     def _form_of(self, call: Call) -> tuple[Form | None, Call]:
         """What runs for a call; where calls like it are read, what computes all that the original returns, if the plan has room for it."""
-        kind = call.training, torch.is_grad_enabled()
+        kind = _kind(call)
         if self._outputs == "loss" and kind in self._read:
             more = dataclasses.replace(call, everything=True)
             try:
@@ -278,11 +282,13 @@ class ParallelModule(AsOriginal):
         if not differentiates:
             step.finish()
         outputs: Mapping[str, Tensor] = {}
-        everything: Callable[[], Everything] | None = None
+        everything: Reading[Everything] | None = None
         if form.returned is None:
             loss = rest.of_loss(loss, twice) if twice is not None else loss.detach()
             if remembered is not None and may_be_read:
                 everything = self._everything(call, remembered, loss, before)
+                if form.around_loss is not None and not (form.guards is not None and form.guards.leaves):  # these are always held
+                    self._before_steps.may_read(everything, _kind(call), form.around_loss.size)
             returned = as_returned(loss, self._returns, around(loss, form.around_loss, everything))
         elif run is not None and remembered is not None and twice is not None:
             values = form.outputs.collected(run.made, None)
@@ -304,7 +310,7 @@ class ParallelModule(AsOriginal):
         leaves = form.guards is not None and bool(form.guards.leaves)
         return self.original is not None and form.returned is None and (leaves or form.around_loss is not None)
 
-    def _everything(self, call: Call, remembered: Remembered, loss: Tensor, before: Mapping[str, Tensor]) -> Callable[[], Everything]:
+    def _everything(self, call: Call, remembered: Remembered, loss: Tensor, before: Mapping[str, Tensor]) -> Reading[Everything]:
         """Computes what else the original returns and leaves in a call that has computed its loss alone. before: buffers that the call has
         changed and computes of, as they were."""
         past = Past(
@@ -312,12 +318,12 @@ class ParallelModule(AsOriginal):
             before=before, grad=torch.is_grad_enabled(), inference=torch.is_inference_mode_enabled(),
         )  # fmt: skip
 
-        def everything() -> Everything:
-            found = once_more(past, self._forms, self._begun, self._modes())
+        def everything(why: str) -> Everything:
+            found = once_more(past, self._forms, self._begun, self._modes(), why)
             self._read.add(past.kind)
             return found
 
-        return functools.cache(everything)
+        return Reading(everything)
 
     def _begun(
         self, form: Form, bound: Mapping[str, Tensor], trainable: Sequence[tuple[str, nn.Parameter]],
@@ -467,3 +473,8 @@ class ParallelModule(AsOriginal):
 
     def _buffer(self, name: str, others: Mapping[str, Tensor]) -> Tensor:
         return others[name] if name in others else self._tree.buffer(name)
+
+
+def _kind(call: Call) -> Kind:
+    """Of a call that begins now."""
+    return call.training, torch.is_grad_enabled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -155,6 +156,11 @@ class Returned:
     inner: frozenset[str] = frozenset()
     into: tuple[int | str, tuple[object, ...]] | None = None
     like: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors, for the global batch, where a call computes none of them."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.like)
 
     def marked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The outputs, of which those inside refuse to tell their gradients."""

@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 
 from autopar.run import record
 from autopar.run.alike import note_written
+from autopar.run.before_steps import computed_before
 from autopar.run.clipping import norms_together
 from autopar.run.full_states import whole_where_full
 from autopar.run.given import check_given
@@ -108,8 +109,10 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     whole_where_full()
     if _not_called:
         _tell(optimizer)
-    record.phase(record.OPTIMIZER)
+    if not torch.compiler.is_compiling():
+        computed_before(optimizer)
     params: list[Any] = [p for group in optimizer.param_groups for p in group["params"] if type(p) is Part]
+    record.phase(record.OPTIMIZER)
     if not params:
         return None
     _not_of_whole_ones(optimizer, params)
@@ -143,9 +146,11 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     def with_parts() -> Any:
         _close(id(optimizer))
         try:
-            return closure()
+            result = closure()
+            computed_before(optimizer)
         finally:
             open_()
+        return result
 
     return (optimizer, with_parts), {k: v for k, v in kwargs.items() if k != "closure"}
 

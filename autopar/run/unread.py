@@ -31,12 +31,12 @@ from autopar.run.forms import Call, Forms
 from autopar.run.grad_mode import with_gradients
 from autopar.run.outputs import Returned, ended_by
 from autopar.run.plain import is_size, plainly, users_level
+from autopar.run.reading import Kind, Reading, Unreadable
 from autopar.run.schedule import Made
 from autopar.run.weights import Weights, buffers_kept
 
-__all__ = ["Everything", "Kind", "Loss", "Past", "Unread", "around", "as_returned", "left_at", "once_more"]
+__all__ = ["Everything", "Loss", "Past", "Unread", "around", "as_returned", "left_at", "once_more"]
 
-Kind = tuple[bool, bool]  # calls in training mode, and with gradients
 Begun = Callable[[Form, Mapping[str, Tensor], Sequence[tuple[str, nn.Parameter]], Mapping[str, Tensor]], Backward]
 _OF_TENSORS = frozenset(dir(Tensor))
 
@@ -177,7 +177,7 @@ def _read(value: Any) -> Any:
     return value.read() if isinstance(value, Unread) else value
 
 
-def around(loss: Tensor, returned: Returned | None, everything: Callable[[], Everything] | None) -> Any:
+def around(loss: Tensor, returned: Returned | None, everything: Reading[Everything] | None) -> Any:
     """What the original returns, with what stands for its tensors. everything: gives these when one is read; None: that cannot be."""
     if returned is None or everything is None:
         return None
@@ -226,9 +226,9 @@ class Past:
         return guards.leaves if guards is not None else frozenset()
 
     def refuse(self, why: object, *, at_once: bool = True) -> NoReturn:
-        """RuntimeError: what the call did not compute cannot be computed any more. at_once: it could have been, in the call."""
+        """Unreadable: what the call did not compute cannot be computed any more. at_once: it could have been, in the call."""
         remedy = ". With autopar.compile(model, ..., outputs='all') every call computes all of it"
-        raise RuntimeError(
+        raise Unreadable(
             f"the original {self.does}; a call computes the loss, and the rest where it is read, by running forward once more. For this "
             f"call that cannot be done: {why}{remedy if at_once else ''}"
         )
@@ -255,14 +255,15 @@ def left_at(everything: Callable[[], Everything], path: str) -> Tensor:
     return left[path]
 
 
-def once_more(past: Past, forms: Forms, begun: Begun, modes: bytes) -> Everything:
+def once_more(past: Past, forms: Forms, begun: Begun, modes: bytes, why: str) -> Everything:
     """Collective: what the call would have returned and left beside the loss; only the loss gives gradients. begun: what is left for
-    backward of a form, in which nothing is. modes: of the module now. RuntimeError where what the call was of has changed since."""
+    backward of a form, in which nothing is. modes: of the module now. why: more than the loss is wanted, in words. Unreadable where what
+    the call was of has changed since."""
     with torch.inference_mode(past.inference), torch.set_grad_enabled(past.grad), under(past.call.autocast):  # as it was called
-        return _once_more(past, forms, begun, modes)
+        return _once_more(past, forms, begun, modes, why)
 
 
-def _once_more(past: Past, forms: Forms, begun: Begun, modes: bytes) -> Everything:
+def _once_more(past: Past, forms: Forms, begun: Begun, modes: bytes, why: str) -> Everything:
     call, remembered, mesh = past.call, past.remembered, past.remembered.form.mesh
     done_by_every_rank("compute", f"what call {past.number} of {past.model} computes beside its loss")
     with with_gradients():
@@ -300,7 +301,7 @@ def _once_more(past: Past, forms: Forms, begun: Begun, modes: bytes) -> Everythi
     if mesh.rank == 0:
         mode = f"{'training' if call.training else 'evaluation'} mode{'' if past.grad else ' without gradients'}"
         warnings.warn(
-            f"{past.model} {past.does}, of which more than the loss is read: that call was run forward a second time, and from now on "
+            f"{past.model} {past.does}, of which more than the loss {why}: that call was run forward a second time, and from now on "
             f"calls in {mode} compute all of it. autopar.compile(model, ..., outputs='all') computes all from the first call on",
             stacklevel=users_level(),
         )

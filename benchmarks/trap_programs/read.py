@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks._transformers import load_transformers
 from benchmarks._traps_kit import (
     BATCH,
     CLASSES,
@@ -357,20 +356,6 @@ class Scored(Net):
 
 
 @program(KIND)
-def gradients_of_several_calls(compile: Compile) -> Results:
-    """Two calls for each step, of which the metrics are read behind the second one."""
-    model = compile(seeded(Scored), example_inputs=batch())
-    optimizer, found = sgd(model), list[float]()
-    for step in range(2):
-        optimizer.zero_grad()
-        first, second = model(*batch(2 * step)), model(*batch(2 * step + 1))
-        (first[0] + second[0]).backward()
-        found += [float(first[1]), second[1].item(), *map(float, (first[0], second[0]))]
-        optimizer.step()
-    return {"found": found, "gradients": gradients(model), "state": state(model)}
-
-
-@program(KIND)
 def metrics_collected_in_a_tensor(compile: Compile) -> Results:
     """Made of a list of scalars."""
     model = compile(seeded(Scored), example_inputs=batch())
@@ -379,17 +364,6 @@ def metrics_collected_in_a_tensor(compile: Compile) -> Results:
         first = model(*batch(4))[1].item()
         found = [model(*given) for given in batches(3)]
     return {"first": first, "metric": torch.tensor([out[1] for out in found]).mean(), "loss": torch.tensor([out[0] for out in found])}
-
-
-@program(KIND)
-def metrics_of_past_calls_stacked(compile: Compile) -> Results:
-    """Read when all calls are through."""
-    model = compile(seeded(Scored), example_inputs=batch())
-    model.eval()
-    with torch.inference_mode():
-        found = [model(*given) for given in batches(3)]
-        metrics, losses = torch.stack([out[1] for out in found]), torch.tensor([out[0] for out in found])
-    return {"metrics": metrics, "losses": losses, "kinds": [str(x.dtype) for x in (metrics, losses)]}
 
 
 @program(KIND)
@@ -440,39 +414,6 @@ def numbers_for_a_log(compile: Compile) -> Results:
     return {"loss": f"{log['train/loss']:.6f}"}
 
 
-class Tempered(InDict):
-    """A number that the loop sets decides what stands beside the loss alone."""
-
-    temperature = 1.0
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        found = super().forward(x, y)
-        return {**found, "probabilities": (found["logits"] / self.temperature).softmax(-1)}
-
-
-@program(KIND)
-def number_beside_the_loss_is_annealed(compile: Compile) -> Results:
-    model = compile(seeded(Tempered), example_inputs=batch())
-    optimizer, found = sgd(model), list[Tensor]()
-    for step, given in enumerate(batches(3)):
-        optimizer.zero_grad()
-        model.temperature = 1.0 + step
-        out = model(*given)
-        found.append(out["probabilities"].detach())
-        out["loss"].backward()
-        optimizer.step()
-    return {"found": found}
-
-
-@program(KIND)
-def number_is_set_between(compile: Compile) -> Results:
-    """Between the call and the reading of what it has decided."""
-    model = compile(seeded(Tempered), example_inputs=batch())
-    out = model(*batch())
-    model.temperature = 2.0
-    return {"found": out["probabilities"].detach()}
-
-
 @program(KIND)
 def logits_under_autocast(compile: Compile) -> Results:
     """Their dtype, and that they are those of the loss."""
@@ -486,88 +427,6 @@ def logits_under_autocast(compile: Compile) -> Results:
         apart = (F.cross_entropy(logits.detach().float(), y) - out["loss"].detach().float()).abs().item()
         found += [str(logits.dtype), str(apart < 1e-5)]
     return {"found": found}
-
-
-@program(KIND)
-def hidden_states_of_hugging_face(compile: Compile) -> Results:
-    """Hooks of its own, set in the first call, take them."""
-    model = compile(_classifier(output_hidden_states=True), example_inputs=_sentences(0))
-    optimizer, found = sgd(model), list[Tensor]()
-    for index in range(2):
-        model.train()
-        optimizer.zero_grad()
-        outputs = model(**_sentences(index))
-        found += [h.detach().mean(1) for h in outputs.hidden_states]
-        outputs.loss.backward()
-        optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            found += [h[:, 0] for h in model(**_sentences(index + 3)).hidden_states]
-    return {"found": found, "count": len(found)}
-
-
-@program(KIND)
-def metric_behind_the_step(compile: Compile) -> Results:
-    """It is read when the parameters are others."""
-    model = compile(seeded(Scored), example_inputs=batch())
-    optimizer, found = sgd(model), list[float]()
-    for given in batches(3):
-        optimizer.zero_grad()
-        loss, metric = model(*given)
-        loss.backward()
-        optimizer.step()
-        found += [loss.item(), metric.item()]
-    return {"found": found}
-
-
-@program(KIND, remedy_of="metric_behind_the_step")
-def metric_before_the_step(compile: Compile) -> Results:
-    """The same, read before."""
-    model = compile(seeded(Scored), example_inputs=batch())
-    optimizer, found = sgd(model), list[float]()
-    for given in batches(3):
-        optimizer.zero_grad()
-        loss, metric = model(*given)
-        found += [loss.item(), metric.item()]
-        loss.backward()
-        optimizer.step()
-    return {"found": found}
-
-
-def _classifier(**options: Any) -> Any:
-    transformers = load_transformers()
-    config = transformers.BertConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3, **options,
-    )  # fmt: skip
-    return seeded(transformers.BertForSequenceClassification, config)
-
-
-def _sentences(index: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(index)
-    ids = torch.randint(32, (8, 10), generator=generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(3, (8,), generator=generator)}
-
-
-@program(KIND)
-def hugging_face_classifier(compile: Compile) -> Results:
-    """The usual loop: metrics of training batches, then predictions with and without labels."""
-    model = compile(_classifier(), example_inputs=_sentences(0))
-    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), list[Any]()
-    for index in range(3):
-        given = _sentences(index)
-        optimizer.zero_grad()
-        outputs = model(**given)
-        outputs.loss.backward()
-        found += [outputs.loss.item(), accuracy(outputs.logits, given["labels"])]
-        optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        outputs = model(**_sentences(7))
-        predictions = outputs.logits.argmax(dim=-1)
-        labelled = {k: v for k, v in _sentences(8).items() if k != "labels"}
-        found += [outputs["loss"].item(), outputs[1].sum().item(), model(**labelled).logits.std().item()]
-    return {"found": found, "predictions": predictions, "names": [float(len(name)) for name in outputs.keys()]}  # noqa: SIM118
 
 
 def _texts(logged: list[tuple[Any, ...]]) -> list[str]:
