@@ -165,7 +165,7 @@ class Views(Talkative):
 class Numbers(Talkative):
     def forward(self, x: Tensor, y: Tensor | None = None) -> dict[str, Any]:
         found = super().forward(x, y)
-        return {"loss": found["loss"], "mean": found["logits"].mean().item()}
+        return {"loss": found["loss"], "mean": found["logits"].mean().item() ** 0.5}
 
 
 class Drawing(Talkative):
@@ -178,7 +178,7 @@ class Drawing(Talkative):
     "model,outputs,says",
     [
         (Views, None, "returns a dict_values, which may hold tensors that are not seen\n  what to do: return tensors in tuples, lists"),
-        (Numbers, True, r"a number that it takes from a tensor \(\.item\(\).*\n  what to do: return the tensor, and take \.item\(\)"),
+        (Numbers, True, r"a number that it takes from a tensor by int\(\).*\n  what to do: return the tensor, and take \.item\(\)"),
         (Drawing, None, "depends on random numbers drawn from random"),
     ],
 )

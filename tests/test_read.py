@@ -28,7 +28,6 @@ from benchmarks._traps_run import Judge
 pytestmark = pytest.mark.gloo
 
 REFUSED = {
-    "numbers_for_a_log": "a number that it takes from a tensor",
     "metric_behind_a_step_by_hand": "an optimizer's step",
     "number_is_set_between": "temperature from nothing to 2.0",
 }

@@ -153,14 +153,14 @@ def observed(
         return call_twice(
             model, loss, inputs, start, trainable, traced=found.changes, compare=True, outputs=outputs, frozen=frozen, scales=scales,
             answers=found.answers, leaves=leaves, appended=appended, numbers=found.numbers,
-            reseed=reseed,
+            reseed=reseed, returned=found.returned,
         )  # fmt: skip
     if not found.changes:
         return None
     try:
         return call_twice(
             model, loss, inputs, start, traced=found.changes, outputs=outputs, frozen=frozen, answers=found.answers, appended=appended,
-            numbers=found.numbers,
+            numbers=found.numbers, returned=found.returned,
         )  # fmt: skip
     except CaptureError as e:
         if e.__cause__ is None:

@@ -31,12 +31,13 @@ from autopar.capture.follow import storage_of
 from autopar.capture.held import ABSENT, Opaque, Shape
 from autopar.capture.left import Left, left_by
 from autopar.capture.made import in_the_state, made_of
+from autopar.capture.numbers import numbers_like
 from autopar.capture.once import Followed, numbers_once, refuse_once
 from autopar.capture.said import Said
 from autopar.capture.source import first_line
 from autopar.capture.state import Change, State
 from autopar.errors import CaptureError
-from autopar.run.outputs import dicts_given, taken_apart, written_into
+from autopar.run.outputs import Returned, dicts_given, taken_apart, written_into
 
 __all__ = [
     "OTHER_DRAWS", "Call", "Calls", "call_twice", "copied", "differentiated", "drawn_outside", "gradients_of", "left_as_it_was",
@@ -127,7 +128,7 @@ def call_twice(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, parameters: tuple[torch.Tensor, ...] = (),
     *, traced: tuple[Change, ...] = (), reseed: bool = True, compare: bool = False, outputs: bool = False,
     frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (), answers: Answers = NONE,
-    leaves: Sequence[str] = (), appended: Sequence[list[Any]] = (), numbers: Collection[str] = (),
+    leaves: Sequence[str] = (), appended: Sequence[list[Any]] = (), numbers: Collection[str] = (), returned: Returned | None = None,
 ) -> Calls:  # fmt: skip
     """Calls the model twice, and leaves everything as it was. start: a State of it now. traced: what the trace of a call changed. compare:
     gradients are taken, of `parameters` and of the inputs that require one. outputs: what else the model returns is kept too. reseed:
@@ -135,7 +136,7 @@ def call_twice(
     which the program writes, by name. scales: by which the loss is multiplied for further gradients. answers: what the trace was told of
     the model's state: the second call is told the same. leaves: places of which the tensors that a call leaves there are outputs too.
     appended: lists to which each call appends, and which are empty before. numbers: the places at which the trace left a number that is
-    made of a tensor.
+    made of a tensor. returned: what the trace returned.
 
     Raises Appended for other such lists, CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its
     inputs or to other parameters.
@@ -173,7 +174,7 @@ def call_twice(
             _check_parameters(model, versions, {*frozen, *moved_before})
             buffers = _copies({**dict(model.named_buffers(remove_duplicate=False)), **frozen})
             n = len(parameters)
-            others = (*taken_apart(output, result, own_loss=own)[1], *left_there) if outputs else ()
+            others = (*taken_apart(output, result, own_loss=own, number_of=numbers_like(returned))[1], *left_there) if outputs else ()
             others = tuple(t.detach().clone() for t in others)
             call = Call(
                 loss=result.detach(), gradients=found[:n], of_inputs=found[n:], scaled=scaled, buffers=buffers, returned=others
@@ -311,7 +312,7 @@ def refuse_changing(
         grows = any(isinstance(c.before, Shape) and isinstance(c.after, Shape) and c.before.size != c.after.size for c in wrong)
         tensors = all(isinstance(c.after, torch.Tensor) and _is_output(c) and c.path not in read for c in wrong)
         if outputs_would_do or (tensors and not given):
-            remedy = "compile with outputs='all', which leaves tensors there, and numbers that are an element of one"
+            remedy = "compile with outputs='all', which leaves tensors there, and numbers that are made of them by x.item()"
         elif grows:
             remedy = "return what is kept there (with outputs='all'), and let the loop keep it"
         else:

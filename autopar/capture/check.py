@@ -13,6 +13,7 @@ from autopar.capture.interpret import run_whole_program
 from autopar.capture.source import first_line
 from autopar.errors import CaptureError, OtherGradients
 from autopar.ir import Program
+from autopar.run.outputs import Returned
 
 __all__ = ["check_program", "trainable_tensors"]
 
@@ -34,11 +35,12 @@ def trainable_tensors(program: Program, tensors: Mapping[str, torch.Tensor]) -> 
 
 def check_program(
     program: Program, calls: Calls, tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor], names: tuple[str, ...] = (),
-    *, dtype: torch.dtype | None = None, answers: Answers = NONE,
+    *, dtype: torch.dtype | None = None, answers: Answers = NONE, returned: Returned | None = None,
 ) -> None:  # fmt: skip
     """Runs the program as often as the model was called. CaptureError names the parameters, buffers and outputs that differ. names: the
     output of the program that each tensor is that the model returns beside the loss. dtype: what the model computed in, if not in that of
-    its parameters. answers: with what a call writes to parameters before it uses them.
+    its parameters. answers: with what a call writes to parameters before it uses them. returned: how the first of the tensors stand in
+    what the model returns.
 
     calls: with the gradients of `trainable_tensors`. inputs: by value name, in the order of their leaves. Nothing that is given is changed.
     """
@@ -76,9 +78,12 @@ def check_program(
                 f"{_of(calls)}, keep it in a buffer; if its first call sets something up, call the model once before compiling it; if it "
                 f"asks whether it is traced, ask torch.compiler.is_compiling() under that name; else this is a defect of autopar"
             )
-        returned = dict(zip(program.outputs, outputs, strict=True))
-        for k, (name, output) in enumerate(zip(names, call.returned, strict=True)):
-            if not _same_output(output, returned[name], tolerance):
+        by_name = dict(zip(program.outputs, outputs, strict=True))
+        ours = [by_name[name] for name in names]
+        if returned is not None:
+            ours = [*returned.in_order(ours), *ours[len(returned.names) :]]
+        for k, (our, output) in enumerate(zip(ours, call.returned, strict=True)):
+            if not _same_output(output, our, tolerance):
                 raise CaptureError(
                     f"tensor {k} of what {program.name} returns beside its loss, {list(output.shape)}, is another one in the captured "
                     f"program{which}\n  what to do: compile with outputs='loss', and give what else you need a model of its own"

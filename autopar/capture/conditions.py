@@ -1,6 +1,6 @@
 """Conditions on values that can only raise, as `if labels.max() >= size: raise ValueError(...)` or `assert mask.any()`: a program goes on
 as if they did not, and asks in every step. Where each element must be so, it counts those that are not, which ranks and micro-batches do by
-their parts. And numbers that are only kept, as in `self.accuracy = float(hits.mean())`."""
+their parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.modules import transformer
 
-__all__ = ["Truths", "chooses_a_kernel", "is_only_kept", "must_be"]
+__all__ = ["Truths", "chooses_a_kernel", "must_be", "parsed"]
 
 _IS_CAUSAL = getattr(getattr(transformer, "_detect_is_causal_mask", None), "__code__", None)  # of torch.nn.Transformer; private
 
@@ -74,7 +74,7 @@ def chooses_a_kernel(frame: FrameType) -> bool:
 def must_be(frame: FrameType, *, by_item: bool = False) -> bool | None:
     """What a tensor must be, whose truth the line that runs in a frame asks for, for the code to go on without raising; None if the line
     does something else with it. by_item: it asks by .item(), which stands for the truth where it is a term of the condition."""
-    tree = _parsed(frame.f_code.co_filename)
+    tree = parsed(frame.f_code.co_filename)
     found = [n for n in ast.walk(tree) if isinstance(n, ast.If | ast.Assert) and _holds(n.test, frame.f_lineno)] if tree else []
     if not found:
         return None
@@ -88,41 +88,16 @@ def must_be(frame: FrameType, *, by_item: bool = False) -> bool | None:
     return None if raises == otherwise else truth != raises
 
 
-def is_only_kept(frame: FrameType) -> bool:
-    """Whether the line that runs in a frame, which makes a number of a tensor by float(), does nothing with it but keep it under an
-    attribute, in a container under one, or at the end of a list."""
-    tree, line = _parsed(frame.f_code.co_filename), frame.f_lineno
-    made = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _holds(n, line) and _is_float(n)] if tree else []
-    nodes = ast.walk(tree) if made and tree else ()
-    statements = [n for n in nodes if isinstance(n, ast.Assign | ast.Call) and _holds(n, line)]
-    kept = [n.value for n in statements if isinstance(n, ast.Assign) and all(map(_is_place, n.targets))]
-    kept += [x for n in statements if isinstance(n, ast.Call) and _appends(n) for x in n.args]
-    return bool(made) and {id(n) for n in made} <= set(map(id, kept))
-
-
-def _appends(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Attribute) and call.func.attr == "append"
-
-
-def _is_float(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Name) and call.func.id == "float"
-
-
-def _is_place(target: ast.expr) -> bool:
-    while isinstance(target, ast.Subscript):
-        target = target.value
-    return isinstance(target, ast.Attribute)
-
-
 @functools.lru_cache
-def _parsed(path: str) -> ast.Module | None:
+def parsed(path: str) -> ast.Module | None:
+    """The code of a file; None if there is none, or it is none of Python's."""
     try:
         return ast.parse("".join(linecache.getlines(path)))
     except SyntaxError:
         return None
 
 
-def _holds(test: ast.expr | ast.Assign, line: int) -> bool:
+def _holds(test: ast.expr | ast.stmt, line: int) -> bool:
     return test.lineno <= line <= (test.end_lineno or test.lineno)
 
 

@@ -29,6 +29,7 @@ from autopar.capture.follow import Ask, AtTheBorder, Registries, follow
 from autopar.capture.held import Opaque
 from autopar.capture.hidden import Hidden
 from autopar.capture.infer import states_of_lstms
+from autopar.capture.numbers import Numbers, as_tensor
 from autopar.capture.source import in_library, module_of
 from autopar.capture.state import State
 from autopar.capture.without_data import values
@@ -114,17 +115,19 @@ class Step(nn.Module):
                     if outputs or not own or returns:
                         containers = {id(one.holder) for one in start.held if isinstance(one.holder, list | dict)}
                     if outputs or not own:
-                        returned, others = taken_apart(output, result, own_loss=own, held=containers)
+                        number_of = self.border.numbers.made_of
+                        returned, others = taken_apart(output, result, own_loss=own, held=containers, number_of=number_of)
                         returned = replace(returned, into=written_into(output, given))
                         self._check_leaves(others)
                     elif returns:
                         with contextlib.suppress(CaptureError):  # what the program need not give
-                            around_loss, inside = taken_apart(output, result, held=containers, all_of_it=False)
+                            number_of = self.border.numbers.made_of
+                            around_loss, inside = taken_apart(output, result, held=containers, all_of_it=False, number_of=number_of)
                             like = tuple((_known_shape(x), x.dtype) for x in inside)
                             around_loss = replace(around_loss, names=tuple(map(str, range(len(inside)))), like=like)
                     shows = self.border.shows if said else ""
                     end = State.take(model, loss, start)
-                    numbers = frozenset(path for path, leaf in end.leaves.items() if id(_number(leaf)) in self.border.numbers)
+                    numbers = frozenset(path for path, leaf in end.leaves.items() if self.border.numbers.follows(_number(leaf)))
                     ends.append(End(end, returns, returned, tape.answers(), shows, numbers, registries.modes(), around_loss))
                     assigned = registries.assigned()
                     kept = (result, *others, *left, *(a.new for a in assigned), *end.tensors.values())
@@ -156,10 +159,10 @@ def _known_shape(x: torch.Tensor) -> tuple[int, ...]:
 
 def left_at(
     paths: Sequence[str], model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State,
-    numbers: Mapping[int, tuple[object, torch.Tensor]] | None = None,
+    numbers: Numbers | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """The tensors that a call of the model has left at some places; of a number one of one element. CaptureError if there is none at one
-    of them. start: before it. numbers: of what those are made that are left in a trace, by their ids."""
+    of them. start: before it. numbers: those of a trace."""
     if not paths:
         return ()
     with torch._C.DisableTorchFunction():
@@ -170,15 +173,10 @@ def left_at(
     return tuple(tensor for tensor in found if tensor is not None)
 
 
-def _tensor_of(leaf: object, numbers: Mapping[int, tuple[object, torch.Tensor]] | None) -> torch.Tensor | None:
+def _tensor_of(leaf: object, numbers: Numbers | None) -> torch.Tensor | None:
     if isinstance(leaf, torch.Tensor):
         return leaf
-    number = _number(leaf)
-    if numbers is not None:
-        return numbers[id(number)][1] if id(number) in numbers else None
-    if type(number) is float:
-        return torch.tensor(number, dtype=torch.float64)
-    return torch.tensor(number, dtype=torch.int64) if type(number) is int else None
+    return as_tensor(_number(leaf)) if numbers is None else numbers.tensor_of(_number(leaf))
 
 
 def _number(leaf: object) -> object:

@@ -22,8 +22,10 @@ from torch.utils import _pytree as pytree
 from autopar.capture.answers import Tape
 from autopar.capture.around import asking
 from autopar.capture.chances import Chances
-from autopar.capture.conditions import Truths, chooses_a_kernel, is_only_kept, must_be
+from autopar.capture.conditions import Truths, chooses_a_kernel, must_be
+from autopar.capture.kept_numbers import is_only_kept
 from autopar.capture.known import with_known_values
+from autopar.capture.numbers import Numbers
 from autopar.capture.source import in_library, running_line
 from autopar.capture.written_out import WRITTEN_OUT
 from autopar.errors import BufferMade, CaptureError
@@ -175,8 +177,8 @@ class AtTheBorder(TorchFunctionMode):
     Tensors that require a gradient and are not the model's as the trace knows it are refused: a graph holds such a tensor as a
     constant. `.data` is traced as what it does: a detached alias, and a write to it. differentiates: a line that asks for gradients; "" if
     there is none. asked: of each condition on a value that can only raise its line, and what tells that it holds. shows: a line that makes
-    text of a tensor's values; "" if there is none. numbers: by its id, each number that was made of a tensor, and that as a tensor of one
-    element. leaves: what was made to require a gradient, and the lines that did.
+    text of a tensor's values; "" if there is none. numbers: that were made of tensors. leaves: what was made to require a gradient, and the
+    lines that did.
     """
 
     def __init__(self, names: Mapping[int, str], ask: Ask, tape: Tape) -> None:
@@ -186,7 +188,7 @@ class AtTheBorder(TorchFunctionMode):
         self._names, self._ask, self._tape = names, ask, tape
         self.differentiates = self.shows = ""
         self.asked: list[tuple[str, torch.Tensor]] = []
-        self.numbers: dict[int, tuple[object, torch.Tensor]] = {}
+        self.numbers = Numbers()
         self.leaves: list[tuple[torch.Tensor, str]] = []
         self._truths, self._chances = Truths(), Chances()
 
@@ -227,7 +229,7 @@ class AtTheBorder(TorchFunctionMode):
         if (known := self._tape.answer(func, args)) is not None:
             return known[0]
         if func is torch.Tensor.__float__ and isinstance(args[0], FakeTensor) and is_only_kept(asking(1)):
-            return self._number(float("nan"), args[0], torch.float64)  # where a call of the model leaves another number
+            return self.numbers.note(float("nan"), args[0], torch.float64)  # where a call of the model leaves another number
         if func == _READS_DATA and isinstance(args[0], FakeTensor):
             return self._alias(args[0])
         if func == _SETS_DATA and isinstance(args[0], FakeTensor) and _type(args[0]) == _type(args[1]):
@@ -268,17 +270,11 @@ class AtTheBorder(TorchFunctionMode):
         if func is torch.Tensor.requires_grad_ and isinstance(result, FakeTensor) and result.requires_grad:
             self.leaves.append((result, running_line()))
         if func is torch.Tensor.item and isinstance(result, torch.SymFloat | torch.SymInt):
-            self._number(result, args[0], torch.float64 if isinstance(result, torch.SymFloat) else torch.int64)
+            self.numbers.note(result, args[0], torch.float64 if isinstance(result, torch.SymFloat) else torch.int64)
         self._chances.note(func, args, kwargs, result)
         if not kwargs:
             self._truths.note(func, args, result)
         return result
-
-    def _number(self, number: Any, of: torch.Tensor, dtype: torch.dtype) -> Any:
-        """The number, of which is noted of what it was made, as that is now."""
-        with torch.no_grad():
-            self.numbers[id(number)] = number, of.detach().reshape(()).to(dtype, copy=True)
-        return number
 
     def _alone(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A collective, as of one process: torch's own trace would take it for an operator over all ranks."""

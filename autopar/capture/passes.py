@@ -256,6 +256,8 @@ def _captured(
                 raise OtherGradients(f"gradients of {trace.name} go through {found.own_gradients[0]} alone, as it is written")
             program = program_of(as_reshapes(trace), mutations, trains=trains)
             trace = with_flows(trace, program)
+        names = trace.returned[: len(trace.returned) - len(places)]
+        returned = None if found.returned is None else dataclasses.replace(found.returned, names=names, inner=_inner(program))
         _check_written(program, found.answers, dtype)
         check_told(program, told)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
@@ -283,7 +285,7 @@ def _captured(
             leaves = {p.value: originals[p.value].detach().requires_grad_(p.trainable) for p in program.params}
             check_program(
                 checked, calls, dict(trace.tensors) | leaves, _inputs_by_value(program.inputs, *copied(given)), trace.returned, dtype=dtype,
-                answers=found.answers,
+                answers=found.answers, returned=returned,
             )  # fmt: skip
             if beside is not None:
                 named = {p.fqn: leaves[p.value] for p in program.params}
@@ -324,8 +326,6 @@ def _captured(
         program = program.replace(notes=(*program.notes, f"{said}, which neither the time nor the memory of the plan counts"))
         if found.returned is not None and not found.returned.own_loss:
             program = program.replace(own_loss=False)
-    names = trace.returned[: len(trace.returned) - len(places)]
-    returned = None if found.returned is None else dataclasses.replace(found.returned, names=names, inner=_inner(program))
     return Captured(
         program, dict(trace.tensors), model.training, guards, left_out, _defaults(model, args, kwargs), found.returns, returned,
         around.autocast, found.answers, () if places else could, {} if calls is None else calls.made,

@@ -15,10 +15,10 @@ from autopar.run.alike import done_by_every_rank
 from autopar.run.mesh import Mesh
 from autopar.run.reading import Kind, Reading
 
-__all__ = ["BeforeSteps", "computed_before"]
+__all__ = ["SMALL", "BeforeSteps", "computed_before"]
 
 SMALL = 2**24  # bytes of all that a call returns beside its loss: of more, as of a language model's logits, the loop has to say so itself
-_waiting: dict[int, BeforeSteps] = {}  # in the order in which they were called: all ranks call alike
+_waiting = weakref.WeakValueDictionary[int, "BeforeSteps"]()  # in the order in which they were called: all ranks call alike
 
 
 class BeforeSteps:

@@ -34,8 +34,8 @@ class LeftOut:
     def _refuse(self) -> NoReturn:
         said = self.__dict__["_why"] or (
             f"{self.__dict__['_path']}: the original's forward leaves there what it computes, and the parallel module does not. Return the "
-            f"tensor from forward, or compile with outputs='all', which leaves tensors there, and numbers that are an element of one "
-            f"(x.item(), float(x); none that is computed of these)"
+            f"tensor from forward, or compile with outputs='all', which leaves tensors there, and numbers that are made of them "
+            f"by x.item(), float(x) and + - * / of these"
         )
         raise AttributeError(said)
 

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import importlib
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from autopar.run.asked import OF_GRADIENTS
 from autopar.run.autocast import Autocast, ambient, without
 from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.batches import GivenBatches
-from autopar.run.before_steps import BeforeSteps
+from autopar.run.before_steps import SMALL, BeforeSteps
 from autopar.run.broken_off import broken_off
 from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
 from autopar.run.checkpointed import not_kept_for_later
@@ -42,6 +43,7 @@ from autopar.run.launch import default_device, join_process_group
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Mesh
 from autopar.run.outputs import Returned
+from autopar.run.plain import users_level
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.random_numbers import RandomNumbers
 from autopar.run.reading import Kind, Reading
@@ -108,6 +110,7 @@ class ParallelModule(AsOriginal):
     _returns: str
     _outputs: str
     _read: set[Kind]  # of calls of which more than the loss was read
+    _numbers_tried: set[Kind]  # of calls that give numbers, which nothing can stand for until they are read
     _before_steps: BeforeSteps
     _random: RandomNumbers
     _given: GivenBatches
@@ -150,6 +153,7 @@ class ParallelModule(AsOriginal):
         keep["mesh"] = mesh = Mesh(manifest.mesh, device, shard=manifest.shard, places=manifest.places)
         keep["_debug"] = debug if debug is not None else debug_level() >= 1
         keep["_returns"], keep["_outputs"], keep["_read"] = returns, outputs, set()
+        keep["_numbers_tried"] = set()
         if original is not None:
             self._stands_for(original)
             keep |= {name: original.__dict__[name] for name in REGISTRIES}
@@ -231,15 +235,31 @@ class ParallelModule(AsOriginal):
         return returned
 
     def _form_of(self, call: Call) -> tuple[Form | None, Call]:
-        """What runs for a call; where calls like it are read, what computes all that the original returns, if the plan has room for it."""
+        """What runs for a call; where calls like it are read, or give numbers (`x.item()`), what computes all that the original returns, if
+        the plan has room for it."""
         kind = _kind(call)
         if self._outputs == "loss" and kind in self._read:
             more = dataclasses.replace(call, everything=True)
             try:
                 return self._forms.of(more), more
-            except (CaptureError, ValueError):
+            except (CaptureError, ValueError) as error:
                 self._read.discard(kind)
-        return self._forms.of(call), call
+                if kind in self._numbers_tried and self.mesh.rank == 0:
+                    self._tell_of_numbers(error)
+        form = self._forms.of(call)
+        if form is not None and kind not in self._numbers_tried and form.around_loss is not None:
+            if any(form.around_loss.numbers) and form.around_loss.size <= SMALL:
+                self._numbers_tried.add(kind)
+                self._read.add(kind)
+                return self._form_of(call)
+        return form, call
+
+    def _tell_of_numbers(self, error: Exception) -> None:
+        warnings.warn(
+            f"{self.manifest.model} returns numbers that it makes of tensors, which cannot be computed as it was planned, so that using "
+            f"one raises an error: {error}",
+            stacklevel=users_level(),
+        )
 
     def _run(self, form: Form, call: Call) -> Any:
         mesh, tree = self.mesh, self._tree

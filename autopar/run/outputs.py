@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -28,7 +29,7 @@ from autopar.run.part import Parted
 from autopar.run.plain import plainly
 from autopar.run.slices import joined, local_slice
 
-__all__ = ["Inner", "Outputs", "Returned", "check_seen", "dicts_given", "ended_by", "found_in", "taken_apart", "written_into"]
+__all__ = ["Inner", "MadeOf", "Outputs", "Returned", "check_seen", "dicts_given", "ended_by", "found_in", "taken_apart", "written_into"]
 
 
 _OF_ITS_CLASS = frozenset((Tensor.__deepcopy__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__repr__))  # they look for a subclass
@@ -75,6 +76,26 @@ class _Place:
     """Where tensor `index` of what the original returns beside the loss stands."""
 
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """Where a Python number stands that is computed of the elements of the tensors at these places."""
+
+    places: tuple[int, ...]
+    computed: Callable[[Sequence[Any]], Any]
+
+    def of(self, tensors: Sequence[Tensor]) -> Any:
+        """The number; of tensors that are not computed yet what stands for it."""
+        own = [tensors[place] for place in self.places]
+        with plainly():
+            waits = any(x.is_meta for x in own)
+        if waits:
+            return LeftOut("a number that the model returns", lambda: torch.tensor(self._of_elements(own)))
+        return self._of_elements(own)
+
+    def _of_elements(self, tensors: Sequence[Tensor]) -> Any:
+        return self.computed([x.item() for x in tensors])
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +153,23 @@ class _Own:
     value: Any
 
 
+@dataclass(frozen=True, slots=True)
+class _Set:
+    """A set of constants: each call gives another."""
+
+    value: set[Any] | frozenset[Any]
+
+
 _Record = _Made | _MadeDict | _MadeObject
 _LOSS = object()
 _DISTRIBUTIONS = (Distribution, Transform)
 _COMPUTED = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
+MadeOf = tuple[tuple[Tensor, ...], Callable[[Sequence[Any]], Any]]  # tensors of one element, and what computes a number of these
+NumberOf = Callable[[Any], MadeOf | None]
 _Dicts = Mapping[int | str, tuple[dict[Any, Any], dict[Any, Any]]]
 
 
@@ -161,6 +192,24 @@ class Returned:
     def size(self) -> int:
         """Bytes of the tensors, for the global batch, where a call computes none of them."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.like)
+
+    @property
+    def numbers(self) -> tuple[bool, ...]:
+        """Of each number in it whether it is one that is made of a tensor."""
+        own = ((x.fields.numbers if isinstance(x, _Record) else (type(x) is _Number,)) for x in self.leaves if _has_numbers(x))
+        return tuple(itertools.chain.from_iterable(own))
+
+    def in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors, in the order in which they stand, and each number that is made of some as one."""
+        found = list[Tensor]()
+        for x in self.leaves:
+            if isinstance(x, _Record):
+                found += x.fields.in_order(tensors)
+            elif isinstance(x, _Number):
+                found.append(torch.tensor(number := x.of(tensors), dtype=torch.int64 if type(number) is int else torch.float64))
+            elif isinstance(x, _Place):
+                found.append(tensors[x.index])
+        return found
 
     def marked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The outputs, of which those inside refuse to tell their gradients."""
@@ -202,9 +251,22 @@ class Returned:
                 return x.made(x.fields._filled(loss, tensors))
             if isinstance(x, _Own):
                 return x.value
+            if isinstance(x, _Set):
+                return type(x.value)(x.value)
+            if isinstance(x, _Number):
+                return x.of(tensors)
             return loss if x is _LOSS else tensors[x.index] if isinstance(x, _Place) else x
 
         return pytree.tree_unflatten([leaf(x) for x in self.leaves], self.spec)
+
+
+def _is_constant(leaf: Any) -> bool:
+    """Whether what each call returns there is known: a constant, or a set of constants."""
+    return isinstance(leaf, _CONSTANTS) or (type(leaf) in (set, frozenset) and all(isinstance(x, _CONSTANTS) for x in leaf))
+
+
+def _has_numbers(leaf: Any) -> bool:
+    return isinstance(leaf, _Record) or type(leaf) in (_Number, *_NUMBERS)
 
 
 def dicts_given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Dicts:
@@ -222,15 +284,19 @@ def written_into(output: object, given: _Dicts) -> tuple[int | str, tuple[object
 
 
 def taken_apart(
-    output: Any, loss: Tensor, *, own_loss: bool = True, held: Container[int] = (), all_of_it: bool = True
-) -> tuple[Returned, tuple[Tensor, ...]]:
-    """What a model returned, and the tensors in it beside the loss. held: the lists and dicts that the model holds, by id. CaptureError for
-    what can hold tensors that are not seen; without all_of_it there is something in its place that says so when it is used."""
+    output: Any, loss: Tensor, *, own_loss: bool = True, held: Container[int] = (), all_of_it: bool = True,
+    number_of: NumberOf = lambda _: None,
+) -> tuple[Returned, tuple[Tensor, ...]]:  # fmt: skip
+    """What a model returned, and the tensors in it beside the loss. held: the lists and dicts that the model holds, by id. number_of: is
+    asked of each number whether it is made of tensors, which are among these then. CaptureError for what can hold tensors that are not
+    seen; without all_of_it there is something in its place that says so when it is used."""
     tensors: list[Tensor] = []
-    return dataclasses.replace(_apart(output, loss, tensors, held, all_of_it), own_loss=own_loss), tuple(tensors)
+    return dataclasses.replace(_apart(output, loss, tensors, held, all_of_it, number_of), own_loss=own_loss), tuple(tensors)
 
 
-def _apart(output: Any, loss: Tensor, tensors: list[Tensor], held: Container[int], all_of_it: bool) -> Returned:
+def _apart(
+    output: Any, loss: Tensor, tensors: list[Tensor], held: Container[int], all_of_it: bool, number_of: NumberOf
+) -> Returned:  # fmt: skip
     def is_own(x: Any) -> bool:
         return id(x) in held and all(isinstance(leaf, _CONSTANTS) for leaf in pytree.tree_leaves(x))
 
@@ -242,12 +308,15 @@ def _apart(output: Any, loss: Tensor, tensors: list[Tensor], held: Container[int
         elif isinstance(leaf, Tensor):
             found.append(_Place(len(tensors)))
             tensors.append(leaf)
-        elif isinstance(leaf, _CONSTANTS):
-            found.append(leaf)
+        elif type(leaf) in _NUMBERS and (made_of := number_of(leaf)) is not None:
+            found.append(_Number(tuple(range(len(tensors), len(tensors) + len(made_of[0]))), made_of[1]))
+            tensors += made_of[0]
+        elif _is_constant(leaf):
+            found.append(leaf if isinstance(leaf, _CONSTANTS) else _Set(leaf))
         elif is_own(leaf):
             found.append(_Own(leaf))
         elif (fields := _fields(leaf)) is not None:
-            inside = _apart(fields, loss, tensors, held, all_of_it)
+            inside = _apart(fields, loss, tensors, held, all_of_it, number_of)
             found.append(_record(leaf, inside))
         elif all_of_it:
             _refuse(leaf)
@@ -280,7 +349,7 @@ def found_in(output: Any) -> Iterator[Any]:
 def check_seen(output: Any) -> None:
     """CaptureError if what a model returns can hold tensors that are not seen."""
     for leaf in found_in(output):
-        if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+        if not (isinstance(leaf, Tensor) or _is_constant(leaf)):
             _refuse(leaf)
 
 
@@ -291,8 +360,8 @@ def _refuse(leaf: Any) -> NoReturn:
 def _not_seen(leaf: Any) -> str:
     if isinstance(leaf, _COMPUTED):
         return (
-            "the model returns a number that it takes from a tensor (.item(), .tolist(), float(), int() or bool() of it), which a graph "
-            "does not have\n  what to do: return the tensor, and take .item() of what the call returns"
+            "the model returns a number that it takes from a tensor by int() or bool(), or that it computes of x.item() by other operators "
+            "than + - * /: a graph has none of these\n  what to do: return the tensor, and take .item() of what the call returns"
         )
     return (
         f"the model returns a {type(leaf).__name__}, which may hold tensors that are not seen\n  what to do: return tensors in tuples, "

@@ -385,35 +385,6 @@ def part_of_each_rank_is_read(compile: Compile) -> Results:
     return {"found": found, "state": state(model)}
 
 
-class Logging(Net):
-    """Numbers for a log, taken from tensors, beside what is known."""
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        logits = self.logits(x)
-        loss = F.cross_entropy(logits, y)
-        return loss, {"train/loss": loss.item(), "logits": logits, "step": 3, "seen": {1, 2}}
-
-
-@program(KIND)
-def numbers_for_a_log_that_nobody_reads(compile: Compile) -> Results:
-    model = compile(seeded(Logging), example_inputs=batch())
-    optimizer, found = sgd(model), list[Tensor]()
-    for given in batches(3):
-        optimizer.zero_grad()
-        loss, log = model(*given)
-        loss.backward()
-        optimizer.step()
-        found += [loss.detach(), torch.tensor(log["step"])]
-    return {"found": found, "names": sorted(log), "state": state(model)}
-
-
-@program(KIND)
-def numbers_for_a_log(compile: Compile) -> Results:
-    model = compile(seeded(Logging), example_inputs=batch())
-    _, log = model(*batch())
-    return {"loss": f"{log['train/loss']:.6f}"}
-
-
 @program(KIND)
 def logits_under_autocast(compile: Compile) -> Results:
     """Their dtype, and that they are those of the loss."""

@@ -1,0 +1,110 @@
+"""Numbers that a forward makes of tensors (`x.item()`) and gives to its caller, and sums, differences, products and quotients of them: each
+is followed by the tensors of one element that it is made of, which a graph can hold."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.run.outputs import MadeOf, Returned
+
+__all__ = ["NUMBERS", "Numbers", "as_tensor", "numbers_like"]
+
+NUMBERS = (torch.SymInt, torch.SymFloat)  # of a trace
+_Of = Callable[[Sequence[Any]], Any]  # computes a number of others
+_STEPS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "Add": operator.add, "Mul": operator.mul, "FloatTrueDiv": operator.truediv, "IntTrueDiv": operator.truediv
+}  # fmt: skip  (as sympy and torch call them)
+
+
+class Numbers:
+    """Those of one trace."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[object, Tensor]] = {}  # by the number's id
+        self._by_symbol: dict[object, Tensor] = {}
+
+    def note(self, number: Any, of: Tensor, dtype: torch.dtype) -> Any:
+        """The number, made of a tensor of one element as that is now."""
+        with torch.no_grad():
+            self._made[id(number)] = number, (tensor := of.detach().reshape(()).to(dtype, copy=True))
+        if isinstance(number, NUMBERS):
+            self._by_symbol[number.node.expr] = tensor
+        return number
+
+    def made_of(self, number: object) -> MadeOf | None:
+        """The tensors that a number is made of, and what computes it of their elements; None for another number."""
+        if id(number) in self._made:
+            return (self._made[id(number)][1],), operator.itemgetter(0)
+        if not isinstance(number, NUMBERS):
+            return None
+        expression = number.node.expr
+        symbols = [x for x in self._by_symbol if x in expression.free_symbols]
+        computed = _computed(expression, {symbol: place for place, symbol in enumerate(symbols)})
+        return (tuple(self._by_symbol[x] for x in symbols), computed) if symbols and computed is not None else None
+
+    def follows(self, number: object) -> bool:
+        """Whether it is one of these, or computed of them."""
+        return self.made_of(number) is not None
+
+    def tensor_of(self, number: object) -> Tensor | None:
+        """A number as a tensor of one element, computed by the graph; None for another number."""
+        made_of = self.made_of(number)
+        if made_of is None:
+            return None
+        tensors, computed = made_of
+        if id(number) in self._made:
+            return tensors[0]
+        with torch.no_grad():
+            found: Tensor = computed([x.to(torch.float64) for x in tensors])
+            return found.to(torch.int64 if isinstance(number, torch.SymInt) else torch.float64)
+
+
+def _computed(expression: Any, places: Mapping[object, int]) -> _Of | None:
+    """What computes an expression of sympy of its symbols; None if there is anything else in it than these, constants, sums, products and
+    quotients."""
+    if expression in places:
+        return operator.itemgetter(places[expression])
+    if expression.is_Integer or expression.is_Float or expression.is_Rational:
+        constant = int(expression) if expression.is_Integer else float(expression)
+        return lambda _: constant
+    operands = [x for x in (_computed(x, places) for x in expression.args) if x is not None]
+    if not operands or len(operands) < len(expression.args):
+        return None
+    kind = type(expression).__name__
+    first, *others = operands
+    if kind == "ToFloat":
+        return lambda values: first(values) * 1.0
+    if kind not in _STEPS:
+        return None
+    step = _STEPS[kind]
+
+    def of(values: Sequence[Any]) -> Any:
+        found = first(values)
+        for other in others:
+            found = step(found, other(values))
+        return found
+
+    return of
+
+
+def as_tensor(number: object) -> Tensor | None:
+    """A Python number as a tensor of one element; None for anything else."""
+    if type(number) is float:
+        return torch.tensor(number, dtype=torch.float64)
+    return torch.tensor(number, dtype=torch.int64) if type(number) is int else None
+
+
+def numbers_like(returned: Returned | None) -> Callable[[object], MadeOf | None]:
+    """Tells of a call's numbers which a trace has followed in what it returned; to be asked of each, in order. These stand as tensors."""
+    followed = iter(returned.numbers if returned is not None else ())
+
+    def made_of(number: object) -> MadeOf | None:
+        tensor = as_tensor(number) if next(followed, False) else None
+        return None if tensor is None else ((tensor,), operator.itemgetter(0))
+
+    return made_of
