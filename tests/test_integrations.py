@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 pytest.importorskip("accelerate", reason="the extra tools is not installed")
 
 import autopar
+from autopar.errors import CheckpointError
 from autopar.run import WorkerPool
 from tests.checkpoint_model import adamw, batch, plain
 
@@ -148,3 +149,52 @@ def test_lightning_names_what_it_may_compile_and_gives_all_the_same(pair: Worker
     assert "has no submodule 'model' for AutoparStrategy to compile; it has: net" in said[0]
     assert sorted(seen[:8]) == sorted(seen[8:]) == list(range(8))
     assert len(set(said[1:])) == 4  # it is trained
+
+
+def _consolidated(folder: str) -> list[Any]:
+    """Of a checkpoint as one file, read by Lightning: hyperparameters and parameters, beside those that were trained; what is refused."""
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    from autopar.integrations.lightning import AutoparStrategy, consolidate
+
+    class Training(pl.LightningModule):
+        def __init__(self, width: int = 4) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1))
+            self.scale = nn.Parameter(torch.rand(()))
+
+        def training_step(self, given: Any, index: int) -> Any:
+            (x,) = given
+            return (self.net(x) * self.scale.detach() - x).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net.parameters(), lr=1e-3)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=AutoparStrategy("net", cluster="cpu", pins={"tp": 2}), max_epochs=1, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, plugins=[TorchElasticEnvironment()],
+    )  # fmt: skip
+    torch.manual_seed(5)
+    module = Training(width=6)
+    torch.manual_seed(6)
+    trainer.fit(module, DataLoader(TensorDataset(torch.arange(8.0)[:, None]), batch_size=4))
+    kept = Path(folder)
+    trainer.save_checkpoint(kept / "last.ckpt")
+    trained = {**module.net.full_state_dict(), "scale": module.scale.detach().clone()}
+    if torch.distributed.get_rank() == 1:
+        return []
+    with pytest.raises(CheckpointError, match="is no checkpoint of AutoparStrategy"):
+        consolidate(kept, kept / "file.ckpt")
+    consolidate(kept / "last.ckpt", kept / "file.ckpt")
+    loaded = Training.load_from_checkpoint(kept / "file.ckpt")
+    state = {name.removeprefix("net."): x for name, x in loaded.state_dict().items()}
+    assert state.keys() == trained.keys() and sorted(path.name for path in kept.iterdir()) == ["file.ckpt", "last.ckpt"]
+    return [loaded.hparams["width"], all(torch.equal(trained[name], x) for name, x in state.items())]
+
+
+def test_a_checkpoint_of_lightning_becomes_one_file(pair: WorkerPool, tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="the extra tools is not installed")
+    found, _ = pair.run(_consolidated, str(tmp_path), timeout_s=400)
+    assert found == [6, True]

@@ -156,6 +156,34 @@ def test_evaluation_where_the_trainer_counts_no_labels(pair: WorkerPool, tmp_pat
     assert pair.run(evaluated, str(tmp_path), timeout_s=300) == pytest.approx([expected] * 2, rel=1e-6)
 
 
+class Doubling(Trainer):
+    """A trainer, as those of trl, with a way of its own to evaluate, which gathers a number of each batch too."""
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> tuple[Any, Any, Any]:
+        with torch.no_grad():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=False)
+        self.seen = [*getattr(self, "seen", []), float(self.accelerator.gather_for_metrics(loss).mean())]
+        return 2 * loss, None, None
+
+
+class MixedIn(AutoparTrainer, Doubling):
+    pass
+
+
+def evaluated_otherwise(folder: str, pins: dict[str, Any] | None) -> tuple[float, list[float]]:
+    each = 4 if pins is None else 2
+    args = TrainingArguments(folder, per_device_eval_batch_size=each, use_cpu=True, report_to=[], disable_tqdm=True)
+    options = {} if pins is None else {"compile_options": {"pins": pins, "cluster": "cpu"}}
+    trainer = (Doubling if pins is None else MixedIn)(model(), args, eval_dataset=data(10, 7), **options)
+    return trainer.evaluate()["eval_loss"], trainer.seen
+
+
+def test_a_trainer_that_is_mixed_in_evaluates_in_its_own_way(pair: WorkerPool, tmp_path: Path) -> None:
+    loss, seen = evaluated_otherwise(str(tmp_path / "one"), None)
+    for found, theirs in pair.run(evaluated_otherwise, str(tmp_path / "two"), {"tp": 2}, timeout_s=100):
+        assert found == pytest.approx(loss, rel=1e-6) and theirs == pytest.approx(seen, rel=1e-6) and len(seen) == 3
+
+
 def predicted(folder: str, pins: dict[str, Any] | None) -> tuple[np.ndarray, float]:
     """Of five samples with labels, after a step by which the model was compiled to return its loss alone."""
     args = TrainingArguments(

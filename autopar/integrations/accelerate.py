@@ -102,13 +102,13 @@ class AutoparAccelerator(Accelerator):
         return tensor
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The same, without what the last batch has beyond the samples that are left."""
+        """The same, without what the last batch has beyond the samples that are left. What has no samples stays."""
         state = self.gradient_state
         if not state.end_of_dataloader or state.remainder <= 0:
             return input_data
         if use_gather_object:
             return input_data[: state.remainder]
-        return recursively_apply(lambda t: t[: state.remainder], input_data)
+        return recursively_apply(lambda t: t[: state.remainder] if t.dim() else t, input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The same, scaled."""

@@ -8,6 +8,8 @@ every process. What of the LightningModule is not in that submodule is whole on 
 from __future__ import annotations
 
 import os
+import pickle
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,16 +18,44 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from autopar.checkpoint import load, save
+from autopar.checkpoint.exchange import export_model
+from autopar.errors import CheckpointError
 from autopar.integrations.order import shuffled_alike
 from autopar.parallel import compile as parallel
 from autopar.run.stand_in import StandIn
 
-__all__ = ["AutoparStrategy"]
+__all__ = ["AutoparStrategy", "consolidate"]
 
 FOLDER, REST = "autopar", "rest.ckpt"  # of a checkpoint: what is in parts, and what Lightning keeps beside it
+SUBMODULE = "autopar_submodule"  # in the latter, the name of what was compiled
+
+
+def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, weights_only: bool = True) -> None:
+    """Write the model of a checkpoint folder of AutoparStrategy, and what Lightning keeps beside it (hyperparameters, loops, callbacks), as
+    one file, which `LightningModule.load_from_checkpoint` reads; optimizer states stay in the folder. Needs memory for the whole model.
+
+    weights_only: as of torch.load, by which what Lightning wrote is read; False lets it run code. Raises CheckpointError where the folder
+    is no such checkpoint.
+    """
+    source, target = Path(folder), Path(file)
+    if not (source / FOLDER).is_dir() or not (source / REST).is_file():
+        raise CheckpointError(f"{source} is no checkpoint of AutoparStrategy, which is a folder with {FOLDER} and {REST}")
+    try:
+        found: dict[str, Any] = torch.load(source / REST, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{source / REST} holds objects that run code when they are read: consolidate(..., weights_only=False) if you trust it"
+        ) from error
+    prefix = found.pop(SUBMODULE, "model")
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as beside:
+        export_model(source / FOLDER, whole := Path(beside, "model.safetensors"))
+        found["state_dict"] = {**found["state_dict"], **{f"{prefix}.{name}": x for name, x in load_file(whole).items()}}
+        torch.save(found, part := Path(beside, target.name))
+        part.replace(target)
 
 
 class AutoparStrategy(DDPStrategy):
@@ -38,8 +68,9 @@ class AutoparStrategy(DDPStrategy):
     start_method and checkpoint_io are those of DDPStrategy. A submodule that the LightningModule has compiled itself is taken as it is.
 
     A checkpoint is a folder: parameters and optimizer states of the submodule in parts, for any plan and number of processes, and what
-    Lightning keeps beside. Checkpoints of Lightning's own are loaded as well. Metrics of torchmetrics are not added up over processes, each
-    of which has all samples. Raises AttributeError if there is no such submodule; the rest as autopar.compile.
+    Lightning keeps beside; `consolidate` makes one file of it. Checkpoints of Lightning's own are loaded as well. Metrics of torchmetrics
+    are not added up over processes, each of which has all samples. Raises AttributeError if there is no such submodule; the rest as
+    autopar.compile.
     """
 
     strategy_name = "autopar"
@@ -177,6 +208,7 @@ class AutoparStrategy(DDPStrategy):
         self.barrier()
         save(folder / FOLDER, self._parallel, self._plain_optimizers())
         if self.is_global_zero:
+            checkpoint[SUBMODULE] = self._name
             self.checkpoint_io.save_checkpoint(checkpoint, folder / REST, storage_options=storage_options)
             before.unlink(missing_ok=True)
         self.barrier()

@@ -116,7 +116,8 @@ class AutoparTrainer(Trainer):
             with module.full_parameters(write=False):
                 return super().prediction_step(self.model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **more)
         with module.by_the_original_where_unplanned() if module is not None else contextlib.nullcontext():
-            if not prediction_loss_only or not labelled or self.label_smoother is not None or self.compute_loss_func is not None:
+            other = self.label_smoother is not None or self.compute_loss_func is not None or _has_its_own(self, "prediction_step")
+            if not prediction_loss_only or not labelled or other:
                 return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **more)
             inputs = self._prepare_inputs(inputs)
             with torch.no_grad():
@@ -204,6 +205,13 @@ class AutoparSeq2SeqTrainer(AutoparTrainer, Seq2SeqTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **more)
         finally:
             original.__dict__.pop("generate", None)
+
+
+def _has_its_own(trainer: AutoparTrainer, method: str) -> bool:
+    """Whether a trainer that is mixed in, as one of trl's, has another method than transformers' trainers."""
+    kinds = type(trainer).__mro__
+    behind = kinds[kinds.index(AutoparTrainer) + 1 :]
+    return next(kind for kind in behind if method in vars(kind)) not in (Trainer, Seq2SeqTrainer)
 
 
 @contextlib.contextmanager

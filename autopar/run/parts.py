@@ -53,7 +53,8 @@ def _by_parts(
     if name in F.STORAGES and args[0]._lies.split and not _asked_by_torch(asker()):
         raise TypeError(
             f"{args[0]._lies.name} is held in parts by several processes, and no storage here holds the whole, to be written to a "
-            f"file. Take full_state_dict() of the parallel module, which has whole tensors under the names of the original"
+            f"file. Take full_state_dict() of the parallel module, which has whole tensors under the names of the original, or call its "
+            f"save_pretrained() (AutoparTrainer has it as trainer.model_wrapped)"
         )
     if name in COLLECTIVES:
         with torch.no_grad():
