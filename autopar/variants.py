@@ -14,14 +14,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from autopar.axes import BATCH
 from autopar.capture import Captured, captured_alike, program_hash
+from autopar.capture.export import each_output
 from autopar.errors import CaptureError, PlanError
 from autopar.ir import Buffer, Param, Program, refs
 from autopar.planner import Plan, complete
+from autopar.planner.wishes import FOR_LOSS_OUTSIDE
 from autopar.render import load, positional_names
 from autopar.run import ParallelModule
 from autopar.run.form import Anew, Emitted
@@ -63,14 +66,14 @@ class Variants:
         self._told: set[str] = set()  # parameters that train and were not planned to
         self._told_of_odd_batches = False
 
-    def __call__(self, module: ParallelModule, inputs: Any, why: str, everything: bool) -> Anew:
-        """Collective. why: what has changed of the model, in words. everything: all that it returns is computed, whatever was asked for
-        when it was compiled. Raises ValueError if the plan's decisions do not fit, CaptureError."""
-        outputs = True if everything else self._outputs
-        plan, captured = self._plan, self._captured_by_all(module, inputs, why, outputs)
+    def __call__(self, module: ParallelModule, inputs: Any, why: str, asked: str) -> Anew:
+        """Collective. why: what has changed of the model, in words. asked: 'all': all that it returns is computed, whatever was asked for
+        when it was compiled; 'trained': and no loss is made of it. Raises ValueError if the plan's decisions do not fit, CaptureError."""
+        how: dict[str, Any] = {"outputs": True if asked else self._outputs, "loss": each_output if asked == "trained" else self._loss}
+        plan, captured = self._plan, self._captured_by_all(module, inputs, why, **how)
         program = captured.program
         try:
-            captured, emitted = self._fitting(module, captured, inputs, why, outputs)
+            captured, emitted = self._fitting(module, captured, inputs, why, asked, **how)
             program = captured.program
         except PlanError as e:
             count = program.batch_size or 0
@@ -101,38 +104,39 @@ class Variants:
         )
 
     def _fitting(
-        self, module: ParallelModule, captured: Captured, inputs: Any, why: str, outputs: bool | None
+        self, module: ParallelModule, captured: Captured, inputs: Any, why: str, asked: str, **how: Any
     ) -> tuple[Captured, Emitted]:
         """What was captured, emitted. Where the plan's decisions do not fit what trains now, and the model computes the same in any case:
         the model as it was planned to train; it has gradients of what is frozen, which nobody takes. PlanError if neither fits."""
         try:
-            return captured, self._emitted(module, captured)
+            return captured, self._emitted(module, captured, asked)
         except PlanError:
             with module.trained_as_planned() as otherwise:
-                as_planned = self._captured_by_all(module, inputs, why, outputs) if otherwise else None
+                as_planned = self._captured_by_all(module, inputs, why, **how) if otherwise else None
             if as_planned is None or not _compute_the_same(captured.program, as_planned.program):
                 raise
-            return as_planned, self._emitted(module, as_planned)
+            return as_planned, self._emitted(module, as_planned, asked)
 
-    def _captured_by_all(self, module: ParallelModule, inputs: Any, why: str, outputs: bool | None) -> Captured:
+    def _captured_by_all(self, module: ParallelModule, inputs: Any, why: str, **how: Any) -> Captured:
         written, trains = module.written_parameters, torch.is_grad_enabled()
         with with_gradients(), module.captured_at_home():
             return done_by_all(
-                lambda: self._captured(inputs, why, written=written, trains=trains, outputs=outputs),
+                lambda: self._captured(inputs, why, written=written, trains=trains, **how),
                 same=lambda c: program_hash(c.program), what="capture for other inputs",
             )  # fmt: skip
 
-    def _emitted(self, module: ParallelModule, captured: Captured) -> Emitted:
+    def _emitted(self, module: ParallelModule, captured: Captured, asked: str) -> Emitted:
         """PlanError if the plan's decisions do not fit what was captured."""
         program, plan = captured.program, self._plan
+        if asked == "trained" and plan.virtual_stages == 1:
+            plan = msgspec.structs.replace(plan, schedule=FOR_LOSS_OUTSIDE)
         completed = decided_by_rank_0(lambda: complete(plan, self._program, program, module.manifest, self._cluster).to_json())
         emitted = load(self._emit(captured, Plan.from_json(completed), positional_names(self._model)), backend=self._backend)
         self.check(module, emitted)
         return emitted
 
     def _captured(self, inputs: Any, why: str, **how: Any) -> Captured:
-        how |= {"loss": self._loss, "dtype": self._dtype}
-        again = functools.partial(captured_alike, self._model, inputs, apart=self._apart, **how)
+        again = functools.partial(captured_alike, self._model, inputs, apart=self._apart, dtype=self._dtype, **how)
         if why:  # what has changed may change again: sizes that it decides are those of a call, where they can be
             with contextlib.suppress(CaptureError):
                 return again(sizes=False)

@@ -77,7 +77,7 @@ class _Prepared:
     def __init__(self, module: ParallelModule, forms: Mapping[Call, Form]) -> None:
         self._module, self._forms, self.batch = module, forms, 0
 
-    def __call__(self, inputs: Any, why: str, everything: bool) -> Anew:
+    def __call__(self, inputs: Any, why: str, everything: str) -> Anew:
         module, training = self._module, self._module.training
         form = self._forms.get((training, self.batch))
         if form is None:

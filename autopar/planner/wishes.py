@@ -56,14 +56,17 @@ def as_pins(pins: Pins | Mapping[str, Any] | None) -> Pins | None:
     return Pins(**dict(pins)) if pins else None
 
 
+FOR_LOSS_OUTSIDE = "gpipe"  # the schedule in which backward begins when all micro-batches have gone forward
+
+
 def for_loss_outside(program: Program, pins: Pins | None) -> Pins | None:
     """The pins, and what follows if the user makes the loss of the program's outputs: backward begins when all micro-batches have gone
     forward. Without stages that is one micro-batch, for nothing is gained by more. WishError for pins that do not go with it."""
     if program.own_loss:
         return pins
     pins = pins or Pins()
-    if pins.schedule not in (None, "gpipe") or (pins.virtual_stages or 1) > 1:
-        asked = f"virtual_stages={pins.virtual_stages}" if pins.schedule in (None, "gpipe") else f"schedule={pins.schedule}"
+    if pins.schedule not in (None, FOR_LOSS_OUTSIDE) or (pins.virtual_stages or 1) > 1:
+        asked = f"virtual_stages={pins.virtual_stages}" if pins.schedule in (None, FOR_LOSS_OUTSIDE) else f"schedule={pins.schedule}"
         raise WishError(
             f"{asked}: {program.name} returns no loss, so backward cannot begin before all micro-batches have gone "
             f"forward. Pin schedule=gpipe, or give loss=fn"
@@ -72,7 +75,7 @@ def for_loss_outside(program: Program, pins: Pins | None) -> Pins | None:
     if several and pins.pp in (None, 1):
         raise WishError(f"micro-batches without stages save no memory where the model returns no loss ({program.name}): give loss=fn")
     count = pins.micro_batches if several or pins.micro_batches else 1
-    return msgspec.structs.replace(pins, schedule="gpipe", micro_batches=None if pins.micro_batch is not None else count)
+    return msgspec.structs.replace(pins, schedule=FOR_LOSS_OUTSIDE, micro_batches=None if pins.micro_batch is not None else count)
 
 
 def itemsize_of(program: Program) -> int:

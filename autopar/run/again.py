@@ -4,6 +4,7 @@ each with gradients of its own; or for gradients that are to be differentiated a
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -42,6 +43,12 @@ class Remembered:
         self.form, self.tree, self.bound, self.trainable = form, tree, bound, first.trainable
         self.training, self.seed = training, torch.initial_seed()
         self._read = self._versions()
+
+    def under(self, form: Form, bound: Mapping[str, Tensor]) -> Remembered:
+        """The same call of another form of the module."""
+        other = copy.copy(self)
+        other.form, other.bound, other._read = form, bound, other._versions()
+        return other
 
     def unchanged(self) -> bool:
         """Whether all that the forward may read beside what it changes is as it was."""

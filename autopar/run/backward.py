@@ -186,6 +186,24 @@ class Backward:
         opened = _Opened.apply(*by, len(names), *(values[name] for name in names), *self.leaves)
         return values | dict(zip(names, opened, strict=True))
 
+    def of_outputs_beside(self, values: dict[str, Tensor], twice: OfGraph, trained: Callable[[], None]) -> dict[str, Tensor]:
+        """Outputs beside a loss, by name, as the user is given them. twice: of the call, by which their gradients are computed. trained: is
+        told when one comes."""
+        names = [name for name in values if name in self.form.outputs.differentiable]
+        if not names:
+            return values
+
+        def gradients(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+            trained()
+            self.given.compare_gradients([grad if grad is None else grad.detach() for grad in grads])
+            found = twice.of_outputs(dict(zip(names, grads, strict=True)), self.leaves)
+            record.phase(record.OUTSIDE)
+            return found
+
+        by = self._by_all(gradients)
+        opened = _Opened.apply(by, by, by, len(names), *(values[name] for name in names), *self.leaves)
+        return values | dict(zip(names, opened, strict=True))
+
     def _of_run(self, run: OpenRun, names: Sequence[str], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Of `leaves`, from those of the outputs with these names. Collective."""
         record.phase(record.BACKWARD)

@@ -146,6 +146,11 @@ class Form:
         return self.returned is not None and not self.returned.own_loss
 
     @property
+    def waits(self) -> bool:
+        """Whether backward can begin when all micro-batches have gone forward."""
+        return self.pipeline is None or self.pipeline.waits
+
+    @property
     def under_way(self) -> bool:
         """Whether messages between stages may be on their way: after an error they are lost."""
         return self.pipeline is not None and self.pipeline.under_way

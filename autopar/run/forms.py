@@ -29,9 +29,9 @@ from autopar.run.region import regions_of
 __all__ = ["Another", "Call", "Forms"]
 
 # The mode of each module, what autocast is on, each input's shape or its value, how they are put together, and which parameters train
-# otherwise than planned; and whether all that the original returns is computed, where the loss alone was asked for.
-Key = tuple[bytes, tuple[Autocast, ...], Shapes, Structure, tuple[str, ...], bool]
-Another = Callable[[Any, str, bool], Anew]
+# otherwise than planned; and what is asked for beyond what it was compiled for.
+Key = tuple[bytes, tuple[Autocast, ...], Shapes, Structure, tuple[str, ...], str]
+Another = Callable[[Any, str, str], Anew]
 FORMS = 64  # that a module keeps: each holds a captured program
 MANY = 16  # of which its user hears: it is some value that changes at every step, or sequences of every length
 
@@ -41,8 +41,8 @@ class Call:
     """A call of the module. args, kwargs: those of the original. given: both, as the user gave them. modes: of the module and each of
     its submodules, whether it trains. otherwise: the parameters that require a gradient and did not when the model was compiled, or do
     not and did, if that may matter. compared: all ranks compare how they are called. outputs: 'all' where the original may compute what
-    cannot run as planned. autocast: what is on around it. everything: all that the original returns is computed, also where it was
-    compiled for its loss alone."""
+    cannot run as planned. autocast: what is on around it. asked: of what the original returns, more than it was compiled for:
+    'all': all of it is computed; 'trained': and the user makes the loss of it."""
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
@@ -52,7 +52,7 @@ class Call:
     compared: bool
     outputs: str
     autocast: tuple[Autocast, ...]
-    everything: bool = False
+    asked: str = ""
 
     @property
     def training(self) -> bool:
@@ -62,8 +62,8 @@ class Call:
 class Forms:
     """The forms of a module. first: as it was compiled, in these modes and under this autocast, with these example inputs (None: it is as
     if they were all apart). original: the user's model, if there is one. another: makes the form for other inputs or other modes, from
-    the inputs, from what has changed, in words, and from whether it is to compute all that the original returns; None: there is no other
-    than the first. whole: collective, a parameter or buffer by its name."""
+    the inputs, from what has changed, in words, and from what is asked for, as of a call; None: there is no other than the first. whole:
+    collective, a parameter or buffer by its name."""
 
     def __init__(
         self, first: Form, *, modes: bytes, autocast: tuple[Autocast, ...], original: nn.Module | None, another: Another | None,
@@ -86,7 +86,7 @@ class Forms:
         if example is not None:
             args, kwargs = arguments_of(example)
             beside, structure = self._asked_of(*given_as(example)), self._structure(args, kwargs)
-        self._made: dict[Key, list[Form]] = {(modes, autocast, first.batch.expected + beside, structure or (), (), False): [first]}
+        self._made: dict[Key, list[Form]] = {(modes, autocast, first.batch.expected + beside, structure or (), (), ""): [first]}
 
     def of(self, call: Call) -> Form | None:
         """What runs for a call: in another mode than captured, for other inputs, or where something that was frozen at capture has
@@ -104,7 +104,7 @@ class Forms:
                 f"at any time"
             )
         given = first.batch.shapes(call.args, call.kwargs) + self._asked_of(*call.given)
-        key = call.modes, (around := call.autocast), given, structure, call.otherwise, call.everything
+        key = call.modes, (around := call.autocast), given, structure, call.otherwise, call.asked
         if mesh.talks:
             record.given(self._number(key))
         if call.compared:
@@ -127,9 +127,9 @@ class Forms:
             inputs = as_example(*first.batch.whole(call.args, call.kwargs), given=call.given)
             start = time.perf_counter()
             try:
-                anew = self.another(inputs, changed or "", call.everything)
+                anew = self.another(inputs, changed or "", call.asked)
             except (CaptureError, ValueError) as why:
-                if torch.is_grad_enabled() or call.everything:
+                if torch.is_grad_enabled() or call.asked:
                     raise
                 if call.outputs != "all":
                     if isinstance(why, NoLoss):

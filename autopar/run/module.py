@@ -59,7 +59,7 @@ from autopar.run.without_data import without_values
 
 __all__ = ["Emitted", "ParallelModule"]
 
-Another = Callable[["ParallelModule", Any, str, bool], Anew]
+Another = Callable[["ParallelModule", Any, str, str], Anew]
 CHECKED = 3  # calls, of which all ranks compare what they were given
 
 
@@ -110,6 +110,7 @@ class ParallelModule(AsOriginal):
     _returns: str
     _outputs: str
     _read: set[Kind]  # of calls of which more than the loss was read
+    _trained: dict[Kind, Returned | None]  # what calls return by more than the loss of which gradients came; None: it does not fit the plan
     _numbers_tried: set[Kind]  # of calls that give numbers, which nothing can stand for until they are read
     _before_steps: BeforeSteps
     _random: RandomNumbers
@@ -153,7 +154,7 @@ class ParallelModule(AsOriginal):
         keep["mesh"] = mesh = Mesh(manifest.mesh, device, shard=manifest.shard, places=manifest.places)
         keep["_debug"] = debug if debug is not None else debug_level() >= 1
         keep["_returns"], keep["_outputs"], keep["_read"] = returns, outputs, set()
-        keep["_numbers_tried"] = set()
+        keep["_trained"], keep["_numbers_tried"] = {}, set()
         if original is not None:
             self._stands_for(original)
             keep |= {name: original.__dict__[name] for name in REGISTRIES}
@@ -238,8 +239,15 @@ class ParallelModule(AsOriginal):
         """What runs for a call; where calls like it are read, or give numbers (`x.item()`), what computes all that the original returns, if
         the plan has room for it."""
         kind = _kind(call)
+        if (wanted := self._trained.get(kind)) is not None:
+            more = dataclasses.replace(call, asked="trained")
+            with contextlib.suppress(CaptureError, ValueError):
+                form = self._forms.of(more)
+                if form is not None and form.returned is not None and form.waits and form.returned.spec == wanted.spec:
+                    return form, more
+            self._trained[kind] = None
         if self._outputs == "loss" and kind in self._read:
-            more = dataclasses.replace(call, everything=True)
+            more = dataclasses.replace(call, asked="all")
             try:
                 return self._forms.of(more), more
             except (CaptureError, ValueError) as error:
@@ -283,7 +291,8 @@ class ParallelModule(AsOriginal):
         made: Made = []
         run: OpenRun | None = None
         may_be_read = self._may_be_read(form)
-        before = {name: tree.buffer(name).clone() for name in form.reread} if may_be_read else {}
+        beside = differentiates and form.returned is not None and not form.open  # gradients may come to it
+        before = {name: tree.buffer(name).clone() for name in form.reread} if may_be_read or beside else {}
         try:
             with self._random.of_a_call(draws=manifest.draws):
                 remembered = Remembered(form, tree, bound, rest, training=self.training) if differentiates or may_be_read else None
@@ -311,19 +320,43 @@ class ParallelModule(AsOriginal):
                     self._before_steps.may_read(everything, _kind(call), form.around_loss.size)
             returned = as_returned(loss, self._returns, around(loss, form.around_loss, everything))
         elif run is not None and remembered is not None and twice is not None:
-            values = form.outputs.collected(run.made, None)
+            values = form.outputs.collected(run.made)
             outputs = form.returned.marked(rest.of_outputs(values, run, Again(remembered, self._begun), twice))
             returned = form.returned.put_together(None, outputs)
+            if call.asked and self._outputs == "loss":
+                returned = as_returned(self._loss_in(returned, _kind(call)), self._returns, returned)
         else:
             loss = rest.of_loss(loss, twice) if twice is not None else loss.detach()
-            outputs = form.returned.marked(form.outputs.collected(made, loss))
+            values = form.outputs.collected(made)
+            if remembered is not None and twice is not None:
+                trained = functools.partial(self._is_trained, _kind(call), form)
+                values = rest.of_outputs_beside(values, Twice(remembered, beside=True, before=before), trained)
+            outputs = form.returned.marked(values)
             is_whole = form.open or form.returned.has_loss or not torch.is_grad_enabled()
             returned = form.returned.put_together(loss, outputs) if is_whole else loss
-            if call.everything and form.returned.has_loss:
+            if call.asked and form.returned.has_loss:
                 returned = as_returned(loss, self._returns, returned)
         if form.guards is not None:
             form.guards.leave(outputs, None if everything is None else functools.partial(left_at, everything))
         return returned
+
+    def _is_trained(self, kind: Kind, form: Form) -> None:
+        """A gradient has come to what a call of this kind returned beside its loss."""
+        if kind not in self._trained:
+            self._trained[kind] = form.returned
+            if self.mesh.rank == 0:
+                warnings.warn(
+                    f"gradients come to what {self.manifest.model} returns beside its loss. In this step they are computed by running the "
+                    f"call forward once more, all stages and with whole parameters on every rank; from the next on its results are "
+                    f"computed to be trained, if the plan has room for that. autopar.compile(model, ..., outputs='trained') plans for it",
+                    stacklevel=users_level(),
+                )
+
+    def _loss_in(self, returned: Any, kind: Kind) -> Tensor:
+        """Of what a call of this kind returns, of which all is trained."""
+        where = self._trained[kind]
+        assert where is not None, "a form runs that was not asked for"
+        return where.loss_in(returned)
 
     def _may_be_read(self, form: Form) -> bool:
         """Whether the original returns or leaves more than its loss, which the form does not compute."""
@@ -339,7 +372,10 @@ class ParallelModule(AsOriginal):
         )  # fmt: skip
 
         def everything(why: str) -> Everything:
-            found = once_more(past, self._forms, self._begun, self._modes(), why)
+            with self._methods.let_through():
+                found = once_more(
+                    past, self._forms, self._begun, self._modes(), why, functools.partial(self._is_trained, past.kind)
+                )  # fmt: skip
             self._read.add(past.kind)
             return found
 
@@ -391,11 +427,13 @@ class ParallelModule(AsOriginal):
             return ParallelModule.train_step(self, **args[0])
         result = self(*args, **kwargs)
         returned = self._ran.returned
-        if self._ran.open:
-            raise ValueError(f"{self.manifest.model} returns no loss, and train_step needs one: compile it with loss=fn")
         loss: Tensor = result
-        if returned is not None and returned.has_loss and not isinstance(result, Loss):
-            loss = returned.loss_in(result)
+        trained = self._trained.get((self.training, torch.is_grad_enabled()))
+        if self._ran.open and trained is None:
+            raise ValueError(f"{self.manifest.model} returns no loss, and train_step needs one: compile it with loss=fn")
+        if returned is not None and not isinstance(result, Loss):
+            returned = trained or returned
+            loss = returned.loss_in(result) if returned.has_loss else loss
         loss.backward()
         return loss.detach()
 

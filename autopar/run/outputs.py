@@ -29,7 +29,7 @@ from autopar.run.part import Parted
 from autopar.run.plain import plainly
 from autopar.run.slices import joined, local_slice
 
-__all__ = ["Inner", "MadeOf", "Outputs", "Returned", "check_seen", "dicts_given", "ended_by", "found_in", "taken_apart", "written_into"]
+__all__ = ["Inner", "MadeOf", "Outputs", "Returned", "check_seen", "dicts_given", "found_in", "taken_apart", "written_into"]
 
 
 _OF_ITS_CLASS = frozenset((Tensor.__deepcopy__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__repr__))  # they look for a subclass
@@ -392,26 +392,6 @@ def _attributes(leaf: dict[Any, Any], unknown: Any = None) -> Any:
     return dict(own) if known else unknown
 
 
-class _Ends(torch.autograd.Function):
-    """(value, loss) -> value, through which no gradient goes."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, loss: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> NoReturn:
-        raise RuntimeError(
-            "backward() through an output of the parallel module beside its loss: only the loss gives gradients. Compile it with "
-            "outputs='trained', where all outputs do; or compute what is trained in the model's forward, or give loss=fn"
-        )
-
-
-def ended_by(value: Tensor, loss: Tensor | None) -> Tensor:
-    """An output beside a loss: where the loss has gradients, backward by this raises RuntimeError."""
-    return _Ends.apply(value, loss) if loss is not None and loss.requires_grad else value
-
-
 class Outputs:
     """The tensors that the ranks of a stage return beside what they send, as the original returns them: whole, on every rank."""
 
@@ -429,9 +409,9 @@ class Outputs:
         """Whether each data-parallel rank is given back its own part of this one."""
         return any(self._kept_apart(BATCH, Layout.parse(s.layouts.get(BATCH, "I"))) for s in self._specs if s.name == name)
 
-    def collected(self, made: Sequence[Sequence[Tensor]], loss: Tensor | None, *, of_all: bool = False) -> dict[str, Tensor]:
-        """Collective. made: by this rank's stages for each micro-batch; of_all: by those of every rank. loss: what is differentiated, if it
-        is. By name, in the order of the manifest."""
+    def collected(self, made: Sequence[Sequence[Tensor]], *, of_all: bool = False) -> dict[str, Tensor]:
+        """Collective. made: by this rank's stages for each micro-batch; of_all: by those of every rank. By name, in the order of the
+        manifest."""
         own = iter(zip(*made, strict=True))
         found: dict[str, Tensor] = {}
         for spec in self._specs:
@@ -440,7 +420,7 @@ class Outputs:
             if self._mesh.pp.size > 1 and not of_all:
                 value = value.contiguous()
                 comm.broadcast_(value, self._mesh.pp.ranks[self._of[spec.stage]], self._mesh.pp)
-            found[spec.name] = ended_by(value, loss) if spec.grad else value
+            found[spec.name] = value
         return found
 
     def cotangents(self, grads: Mapping[str, Tensor | None], micro_batches: int) -> list[list[Tensor | None]]:

@@ -35,13 +35,28 @@ from autopar.run.weights import Weights
 __all__ = ["Twice"]
 
 
-class Twice:
-    """Gradients of what one call returned, in autograd's graph. call: what it was of."""
+_AGAIN = (
+    "gradients were asked for with create_graph=True, to be differentiated again,",
+    "Take such a term from differences (a second call on shifted inputs), or make it of a call of the original's forward "
+    "(model.original.forward(...)), which every rank computes whole",
+)  # what was asked, and what to do instead
+_BESIDE = (
+    "a gradient was asked for by what the parallel module returned beside its loss,",
+    "With autopar.compile(model, ..., outputs='trained') all that it returns gives gradients",
+)
 
-    def __init__(self, call: Remembered) -> None:
+
+class Twice:
+    """Gradients of what one call returned, in autograd's graph. call: what it was of. beside: by what it returned beside its loss.
+    before: buffers that it has changed and computes of, as they were, if it is over."""
+
+    def __init__(self, call: Remembered, *, beside: bool = False, before: Mapping[str, Tensor] | None = None) -> None:
         self._call = call
+        self._asked, self._instead = _BESIDE if beside else _AGAIN
         differentiated = any(spec.grad and call.bound[spec.name].requires_grad for spec in call.form.manifest.inputs)
-        self._before = {name: call.tree.buffer(name).clone() for name in call.form.reread} if differentiated else {}
+        if before is None:
+            before = {name: call.tree.buffer(name).clone() for name in call.form.reread} if differentiated else {}
+        self._before = before
 
     def of_loss(self, grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """Collective: by these leaves, from the gradient of the loss. In a graph, if gradients are on."""
@@ -75,17 +90,13 @@ class Twice:
                     received[k] = sends
                     made[k] += outputs
             losses = [loss for (loss,) in received]
-            values = form.outputs.collected(made, None, of_all=True)
+            values = form.outputs.collected(made, of_all=True)
             return torch.stack(losses).sum(0), {name: self._of_the_mean(name, value) for name, value in values.items()}
 
     def _check(self) -> None:
         """RuntimeError if it cannot be run so."""
         manifest = self._call.form.manifest
-        asked = "gradients were asked for with create_graph=True, to be differentiated again,"
-        instead = (
-            "Take such a term from differences (a second call on shifted inputs), or make it of a call of the original's forward "
-            "(model.original.forward(...)), which every rank computes whole"
-        )
+        asked, instead = self._asked, self._instead
         if manifest.draws and manifest.virtual_stages > 1:
             raise RuntimeError(
                 f"{asked} and stages of which each rank has several draw random numbers in an order of their own. Compile {manifest.model} "

@@ -29,10 +29,11 @@ from autopar.run.backward import Backward
 from autopar.run.form import Form
 from autopar.run.forms import Call, Forms
 from autopar.run.grad_mode import with_gradients
-from autopar.run.outputs import Returned, ended_by
+from autopar.run.outputs import Returned
 from autopar.run.plain import is_size, plainly, users_level
 from autopar.run.reading import Kind, Reading, Unreadable
 from autopar.run.schedule import Made
+from autopar.run.twice import Twice
 from autopar.run.weights import Weights, buffers_kept
 
 __all__ = ["Everything", "Loss", "Past", "Unread", "around", "as_returned", "left_at", "once_more"]
@@ -255,15 +256,15 @@ def left_at(everything: Callable[[], Everything], path: str) -> Tensor:
     return left[path]
 
 
-def once_more(past: Past, forms: Forms, begun: Begun, modes: bytes, why: str) -> Everything:
+def once_more(past: Past, forms: Forms, begun: Begun, modes: bytes, why: str, trained: Callable[[Form], None]) -> Everything:
     """Collective: what the call would have returned and left beside the loss; only the loss gives gradients. begun: what is left for
-    backward of a form, in which nothing is. modes: of the module now. why: more than the loss is wanted, in words. Unreadable where what
-    the call was of has changed since."""
+    backward of a form. modes: of the module now. why: more than the loss is wanted, in words. trained: told of the form
+    when a gradient comes to more than the loss. Unreadable where what the call was of has changed since."""
     with torch.inference_mode(past.inference), torch.set_grad_enabled(past.grad), under(past.call.autocast):  # as it was called
-        return _once_more(past, forms, begun, modes, why)
+        return _once_more(past, forms, begun, modes, why, trained)
 
 
-def _once_more(past: Past, forms: Forms, begun: Begun, modes: bytes, why: str) -> Everything:
+def _once_more(past: Past, forms: Forms, begun: Begun, modes: bytes, why: str, trained: Callable[[Form], None]) -> Everything:
     call, remembered, mesh = past.call, past.remembered, past.remembered.form.mesh
     done_by_every_rank("compute", f"what call {past.number} of {past.model} computes beside its loss")
     with with_gradients():
@@ -276,7 +277,7 @@ def _once_more(past: Past, forms: Forms, begun: Begun, modes: bytes, why: str) -
     if changed := forms.changed(remembered.form, call):
         past.refuse(f"since then there is a change ({changed}). It is to be read before")
     try:
-        form = forms.of(dataclasses.replace(call, everything=True, compared=False))
+        form = forms.of(dataclasses.replace(call, asked="all", compared=False))
     except CaptureError as error:
         past.refuse(error, at_once=False)
     except ValueError as error:
@@ -288,14 +289,15 @@ def _once_more(past: Past, forms: Forms, begun: Begun, modes: bytes, why: str) -
     if changes := [name for name in form.reread if name not in past.before]:
         past.refuse(f"it has changed {changes[0]}, of which it computes")
     made: Made = []
+    bound = form.batch.bind(call.args, call.kwargs)
+    rest = begun(form, bound, remembered.trainable, past.before)
     with torch.no_grad(), without(), buffers_kept():
-        rest = begun(form, form.batch.bind(call.args, call.kwargs), (), past.before)
         with remembered.run_again([*form.stages.values()], lambda: Weights(rest.step)), torch.no_grad():
             loss = form.run(form.micro_batches(rest.inputs.parts), rest.step, made)
         if mesh.pp.size > 1:
             comm.broadcast_(loss, mesh.pp.ranks[form.manifest.places[-1]], mesh.pp)
         rest.step.finish()
-        values = form.outputs.collected(made, None)
+        values = form.outputs.collected(made)
     record.phase(record.OUTSIDE)
     _compare(past, loss)
     if mesh.rank == 0:
@@ -305,8 +307,11 @@ def _once_more(past: Past, forms: Forms, begun: Begun, modes: bytes, why: str) -
             f"calls in {mode} compute all of it. autopar.compile(model, ..., outputs='all') computes all from the first call on",
             stacklevel=users_level(),
         )
-    differentiable = form.outputs.differentiable
-    given = {name: ended_by(value, past.loss) if name in differentiable else value for name, value in values.items()}
+    given = values
+    if past.grad and rest.leaves:
+        twice = Twice(remembered.under(form, bound), beside=True, before=past.before)
+        with torch.enable_grad():
+            given = rest.of_outputs_beside(values, twice, functools.partial(trained, form))
     places = {path: form.guards.place(path) for path in past.left} if form.guards is not None else {}
     left = {path: given[name] for path, name in places.items() if name is not None}
     return Everything(returned=[given[name] for name in form.returned.names], left=left)

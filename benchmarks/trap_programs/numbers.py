@@ -172,3 +172,30 @@ def number_that_decides(compile: Compile) -> Results:
     model = compile(seeded(Boosting), example_inputs=batch())
     found = [model(*given)[1] for given in batches(2)]
     return {"found": found}
+
+
+class Sparse(Net):
+    """Says beside what it computes how much of it is not zero."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:  # type: ignore[override]
+        hidden = torch.relu(self.hidden(x))
+        share = (hidden > 0).sum().item() / hidden.numel()
+        return self.head(hidden), share
+
+
+@program(KIND, plans=MORE)
+def share_beside_logits(compile: Compile) -> Results:
+    """The loss is made outside; then the model is evaluated."""
+    model = compile(seeded(Sparse), example_inputs=batch()[:1])
+    optimizer, found = sgd(model), list[float]()
+    for x, y in batches(3):
+        logits, share = model(x)
+        loss = F.cross_entropy(logits, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), share]
+    model.eval()
+    with torch.no_grad():
+        found.append(model(batch(5)[0])[1])
+    return {"found": found, "state": state(model)}

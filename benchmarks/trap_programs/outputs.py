@@ -239,7 +239,7 @@ def backward_through_logits(compile: Compile) -> Results:
     return {"losses": loss_loop(model, lambda out: out["loss"] + 0.1 * out["logits"].square().mean()), "state": state(model)}
 
 
-@program(KIND, remedy_of="backward_through_logits")
+@program(KIND)
 def backward_through_all_outputs(compile: Compile) -> Results:
     """The same with outputs="trained"; the loss alone in one step, and evaluation."""
     model = compile(seeded(InDict), example_inputs=batch(), outputs="trained")
