@@ -127,3 +127,32 @@ def test_a_parameter_among_what_is_returned_is_trained(pair: WorkerPool) -> None
         wanted.append(model.head.weight.grad.norm().item())
     for found in pair.run(_own_weight, timeout_s=100):
         assert found == pytest.approx(tuple(wanted), rel=1e-6)
+
+
+def _of_parts(pins: dict[str, Any] | None, outputs: str) -> list[float]:
+    """Losses of three steps, and norms of gradients, where each rank is given its part of the batch and makes a penalty of that."""
+    model: Any = seeded(InDict)
+    rank = 0
+    if pins is not None:
+        rank = torch.distributed.get_rank()
+        model = autopar.compile(
+            model, 2, example_inputs=batch(), cluster="cpu", pins=pins, outputs=outputs, local_batch=True
+        )  # fmt: skip
+    found = list[float]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for index in range(3):
+            given = batch(index)
+            out = model(*(given if pins is None else (t.chunk(2)[rank] for t in given)))
+            (out["loss"] + 0.1 * out["logits"].square().mean()).backward()
+            found += [out["loss"].item(), *(p.grad.norm().item() for p in model.parameters())]
+            model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("pins", [{"dp": 2}, {"dp": 2, "zero": 3}], ids=["dp2", "zero3"])
+@pytest.mark.parametrize("outputs", ["loss", "all"])
+def test_of_parts_of_the_batch_the_mean_is_trained(pair: WorkerPool, pins: dict[str, Any], outputs: str) -> None:
+    expected = _of_parts(None, "loss")
+    for found in pair.run(_of_parts, pins, outputs, timeout_s=200):
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)

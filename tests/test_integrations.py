@@ -50,6 +50,8 @@ def _accelerated(pins: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(100 + rank)
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(32)), batch_size=4, shuffle=True))
     order = [value for _ in range(2) for (part,) in loader for value in part.tolist()]
+    with accelerator.split_between_processes([1, 2, 3]) as part:
+        said["split"] = str(accelerator.gather_for_metrics(part, use_gather_object=True))
     return {
         "said": said, "order": order, "same": prepared[0] is model, "unwrapped": type(accelerator.unwrap_model(model)).__name__,
         "state": sorted(accelerator.get_state_dict(model)), "count": accelerator.num_processes, "main": accelerator.is_main_process,
@@ -88,7 +90,7 @@ def test_accelerate_beside_its_own_accelerator(pair: WorkerPool) -> None:
         assert "autopar has not compiled: prepare what autopar.compile" in found["said"]["plain"]
         assert "save_state(folder)" in found["said"]["folder"]
         assert "compile_stages=True" in found["said"]["dynamo"]
-        assert found["same"]
+        assert found["same"] and found["said"]["split"] == "[1, 2, 3]"
         assert (found["unwrapped"], found["count"]) == ("Model", 1)
         assert sorted(found["order"][:32]) == sorted(found["order"][32:]) == list(range(32))
         assert found["order"][:32] != found["order"][32:]
@@ -198,3 +200,63 @@ def test_a_checkpoint_of_lightning_becomes_one_file(pair: WorkerPool, tmp_path: 
     pytest.importorskip("lightning", reason="the extra tools is not installed")
     found, _ = pair.run(_consolidated, str(tmp_path), timeout_s=400)
     assert found == [6, True]
+
+
+def _adversaries(folder: str | None, resume: bool) -> tuple[list[float], list[str]]:
+    """Losses of three steps of a submodule that is compiled and of one that is not, with an optimizer of both and one of the other alone;
+    after two steps a checkpoint is written, or was. folder: None on one process, without autopar."""
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    from autopar.integrations.lightning import AutoparStrategy
+
+    class Training(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.net, self.critic = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)), nn.Linear(1, 1)
+            self.scale = nn.Parameter(torch.ones(()))
+            self.losses: list[float] = []
+
+        def training_step(self, given: Any, index: int) -> None:
+            (x,) = given
+            first, second = self.optimizers()
+            made = self.net(x) * self.scale
+            loss = (made - x).square().mean() - 0.01 * self.critic(made).mean()
+            self.manual_backward(loss)
+            first.step()
+            second.zero_grad()
+            against = (self.critic(made.detach()) - self.critic(x)).mean() + self.critic.weight.square().sum()
+            self.manual_backward(against)
+            second.step()
+            first.zero_grad()
+            self.losses += [loss.item(), against.item()]
+
+        def configure_optimizers(self) -> Any:
+            first = torch.optim.AdamW([{"params": self.net.parameters(), "lr": 1e-2}, {"params": [self.scale], "lr": 1e-1}])
+            return first, torch.optim.Adam(self.critic.parameters(), lr=1e-2)
+
+    more: dict[str, Any] = {} if folder is None else {
+        "devices": 2, "strategy": AutoparStrategy("net", cluster="cpu", pins={"tp": 2}), "plugins": [TorchElasticEnvironment()]
+    }  # fmt: skip
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=3 if resume or folder is None else 2, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, **more,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    module = Training()
+    loader = DataLoader(TensorDataset(torch.arange(4.0)[:, None]), batch_size=4)
+    trainer.fit(module, loader, ckpt_path=f"{folder}/last.ckpt" if resume else None)
+    if folder is not None and not resume:
+        trainer.save_checkpoint(f"{folder}/last.ckpt")
+    return module.losses, [type(o).__name__ for o in trainer.optimizers]
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning, on one process
+def test_optimizers_over_more_than_what_lightning_compiles_are_saved(pair: WorkerPool, tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="the extra tools is not installed")
+    expected, kinds = _adversaries(None, False)
+    for (before, found), (after, _) in zip(
+        pair.run(_adversaries, str(tmp_path), False, timeout_s=400), pair.run(_adversaries, str(tmp_path), True, timeout_s=400), strict=True
+    ):
+        assert [*before, *after] == pytest.approx(expected, rel=1e-5) and found == kinds and len(before) == 4

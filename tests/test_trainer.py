@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("accelerate", reason="the extra tools is not installed")
 
+from torch.utils.data import IterableDataset
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -71,7 +72,7 @@ def trained(
     timed = ("runtime", "per_second", "preparation", "total_flos")
     log = [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in trainer.state.log_history]
     state = trainer.model_wrapped.full_state_dict() if pins is not None else trainer.model.state_dict()
-    return {"log": log, "state": {name: t.clone() for name, t in state.items()}}
+    return {"log": log, "state": {name: t.clone() for name, t in state.items()}, "flos": trainer.state.total_flos}
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], *, after: int = 0) -> None:
@@ -107,6 +108,7 @@ def test_the_loss_curve_is_that_of_one_process(pair: WorkerPool, stock: dict[str
     for found in pair.run(trained, str(folders / plan), PLANS[plan], timeout_s=300):
         assert_same(found, stock)
         assert found["log"][-1]["train_loss"] == pytest.approx(stock["log"][-1]["train_loss"], rel=2e-6)
+        assert found["flos"] == stock["flos"] > 0
     loaded = GPT2LMHeadModel.from_pretrained(folders / plan / "checkpoint-6", dtype=torch.float64).state_dict()
     for name, tensor in stock["state"].items():
         torch.testing.assert_close(loaded[name], tensor, rtol=1e-9, atol=1e-9)
@@ -165,6 +167,9 @@ class Doubling(Trainer):
         self.seen = [*getattr(self, "seen", []), float(self.accelerator.gather_for_metrics(loss).mean())]
         return 2 * loss, None, None
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self.model.save_pretrained(output_dir)
+
 
 class MixedIn(AutoparTrainer, Doubling):
     pass
@@ -175,13 +180,37 @@ def evaluated_otherwise(folder: str, pins: dict[str, Any] | None) -> tuple[float
     args = TrainingArguments(folder, per_device_eval_batch_size=each, use_cpu=True, report_to=[], disable_tqdm=True)
     options = {} if pins is None else {"compile_options": {"pins": pins, "cluster": "cpu"}}
     trainer = (Doubling if pins is None else MixedIn)(model(), args, eval_dataset=data(10, 7), **options)
-    return trainer.evaluate()["eval_loss"], trainer.seen
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.save_model(f"{folder}/saved")
+    return loss, trainer.seen
 
 
 def test_a_trainer_that_is_mixed_in_evaluates_in_its_own_way(pair: WorkerPool, tmp_path: Path) -> None:
     loss, seen = evaluated_otherwise(str(tmp_path / "one"), None)
     for found, theirs in pair.run(evaluated_otherwise, str(tmp_path / "two"), {"tp": 2}, timeout_s=100):
         assert found == pytest.approx(loss, rel=1e-6) and theirs == pytest.approx(seen, rel=1e-6) and len(seen) == 3
+    saved = GPT2LMHeadModel.from_pretrained(tmp_path / "two" / "saved", dtype=torch.float64).state_dict()
+    assert all(torch.equal(saved[name], x) for name, x in model().state_dict().items())
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """Of which nobody knows the length."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        yield from data(10, 7)
+
+
+def of_a_stream(folder: str, pins: dict[str, Any] | None) -> float:
+    each = 4 if pins is None else 2
+    args = TrainingArguments(folder, per_device_eval_batch_size=each, use_cpu=True, report_to=[], disable_tqdm=True)
+    options = {} if pins is None else {"compile_options": {"pins": pins, "cluster": "cpu"}}
+    trainer = (Trainer if pins is None else AutoparTrainer)(model(), args, eval_dataset=Stream(), **options)
+    return float(trainer.evaluate()["eval_loss"])
+
+
+def test_the_last_batch_of_a_stream_counts_by_its_samples(pair: WorkerPool, tmp_path: Path) -> None:
+    expected = of_a_stream(str(tmp_path / "one"), None)
+    assert pair.run(of_a_stream, str(tmp_path / "two"), {"tp": 2}, timeout_s=100) == pytest.approx([expected] * 2, rel=1e-6)
 
 
 def predicted(folder: str, pins: dict[str, Any] | None) -> tuple[np.ndarray, float]:

@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedType, broadcast_object_list, convert_outputs_to_fp32, recursively_apply
+from accelerate.utils import DistributedType, broadcast_object_list, convert_outputs_to_fp32, find_batch_size, recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 
 from autopar.checkpoint import load, save
 from autopar.integrations.order import shuffled_alike
@@ -70,7 +72,13 @@ class AutoparAccelerator(Accelerator):
         """Every process is given all batches, shuffled in the same order."""
         if not self.use_seedable_sampler and self.state.num_processes > 1:
             shuffled_alike(getattr(data_loader, "sampler", None), lambda seed: broadcast_object_list([seed])[0])
-        return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        if not (isinstance(prepared, DataLoaderShard) and isinstance(prepared.dataset, IterableDataset)):
+            return prepared
+        counting = _Counting.__new__(_Counting)
+        counting.__dict__.update(prepared.__dict__)
+        self._dataloaders[-1] = counting
+        return counting
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """A scheduler that goes on by one at each step of the optimizer."""
@@ -104,11 +112,19 @@ class AutoparAccelerator(Accelerator):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """The same, without what the last batch has beyond the samples that are left. What has no samples stays."""
         state = self.gradient_state
-        if not state.end_of_dataloader or state.remainder <= 0:
+        if not state.end_of_dataloader:
             return input_data
-        if use_gather_object:
-            return input_data[: state.remainder]
-        return recursively_apply(lambda t: t[: state.remainder] if t.dim() else t, input_data)
+        left = state.remainder
+        if isinstance(loader := state.active_dataloader, _Counting):
+            left = loader.size or 0
+        if left <= 0:
+            return input_data
+        return input_data[:left] if use_gather_object else recursively_apply(lambda t: t[:left] if t.dim() else t, input_data)
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """The same: a call of the model is of all samples on every process."""
+        yield inputs
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The same, scaled."""
@@ -179,6 +195,17 @@ class AutoparAccelerator(Accelerator):
         if given is None:
             raise ValueError("AutoparAccelerator needs the folder of a checkpoint: save_state(folder), load_state(folder)")
         return os.fspath(given)
+
+
+class _Counting(DataLoaderShard):
+    """Of a dataset without a length. size: samples of the batch that was given last."""
+
+    size: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        for given in super().__iter__():
+            self.size = find_batch_size(given)
+            yield given
 
 
 def one_process(accelerator: Any) -> AutoparAccelerator:

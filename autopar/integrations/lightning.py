@@ -7,9 +7,11 @@ every process. What of the LightningModule is not in that submodule is whole on 
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,14 @@ def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str], *,
         found["state_dict"] = {**found["state_dict"], **{f"{prefix}.{name}": x for name, x in load_file(whole).items()}}
         torch.save(found, part := Path(beside, target.name))
         part.replace(target)
+
+
+def _put_back(optimizer: Any, part: Any) -> None:
+    """What was loaded for some of an optimizer's parameters is its own."""
+    optimizer.state.update(part.state)
+    for group, found in zip(optimizer.param_groups, part.param_groups, strict=True):
+        if found["params"]:
+            group.update((name, value) for name, value in found.items() if name != "params")
 
 
 class AutoparStrategy(DDPStrategy):
@@ -193,8 +203,9 @@ class AutoparStrategy(DDPStrategy):
         return {name: t.detach() for name, t in whole.items() if not name.startswith(prefix) and id(t) in others}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: it is saved in parts."""
-        return {}
+        """Of parameters that are not in the submodule; of those that are it is saved in parts."""
+        outside = self._part_of(getattr(optimizer, "_optimizer", optimizer), inside=False)
+        return {} if outside is None else outside.state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Collective: to the folder `filepath`; a file of that name, which Lightning wrote by itself, is there until it is done, as
@@ -206,7 +217,7 @@ class AutoparStrategy(DDPStrategy):
                 folder.replace(before)
             folder.mkdir(parents=True, exist_ok=True)
         self.barrier()
-        save(folder / FOLDER, self._parallel, self._plain_optimizers())
+        save(folder / FOLDER, self._parallel, list(self._of_the_submodule().values()))
         if self.is_global_zero:
             checkpoint[SUBMODULE] = self._name
             self.checkpoint_io.save_checkpoint(checkpoint, folder / REST, storage_options=storage_options)
@@ -237,8 +248,29 @@ class AutoparStrategy(DDPStrategy):
         """Collective."""
         if self._folder is None:
             super().load_optimizer_state_dict(checkpoint)
-        else:
-            load(self._folder, self._parallel, self._plain_optimizers())
+            return
+        inside = self._of_the_submodule()
+        load(self._folder, self._parallel, list(inside.values()))
+        for optimizer, part in inside.items():
+            _put_back(optimizer, part)
+        for optimizer, state in zip(self._plain_optimizers(), checkpoint["optimizer_states"], strict=True):
+            if state and (outside := self._part_of(optimizer, inside=False)) is not None:
+                outside.load_state_dict(state)
+                _put_back(optimizer, outside)
+
+    def _of_the_submodule(self) -> dict[Any, Any]:
+        """The optimizers that step on parameters in the submodule -> the same of these alone."""
+        parts = {optimizer: self._part_of(optimizer, inside=True) for optimizer in self._plain_optimizers()}
+        return {optimizer: part for optimizer, part in parts.items() if part is not None}
+
+    def _part_of(self, optimizer: Any, *, inside: bool) -> Any:
+        """An optimizer as one of its parameters that are in the submodule, or of the others; None if there are none."""
+        own = set(map(id, self._parallel.parameters()))
+        part = copy.copy(optimizer)
+        part.param_groups = [{**group, "params": [p for p in group["params"] if (id(p) in own) is inside]} for group in part.param_groups]
+        params = [p for group in part.param_groups for p in group["params"]]
+        part.state = defaultdict(dict, {p: optimizer.state[p] for p in params if p in optimizer.state})
+        return part if params else None
 
     def _plain_optimizers(self) -> list[Any]:
         return [getattr(one, "_optimizer", one) for one in self.optimizers]

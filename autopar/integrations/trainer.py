@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ from autopar.parallel import compile as parallel
 from autopar.run.deferred import DeferredModule, started, world_size
 from autopar.run.module import ParallelModule
 from autopar.run.stand_in import StandIn
+from autopar.run.together import done_by_all
 
 __all__ = ["AutoparSeq2SeqTrainer", "AutoparTrainer"]
 
@@ -77,6 +79,13 @@ class AutoparTrainer(Trainer):
         """Collects and divides nothing: every process has all of the data."""
         super().create_accelerator_and_postprocess()
         self.accelerator: AutoparAccelerator = one_process(self.accelerator)
+        by_object = bool(getattr(self.args, "eval_use_gather_object", False))
+        self.gather_function = functools.partial(self.accelerator.gather_for_metrics, use_gather_object=by_object)
+
+    def store_flos(self) -> None:
+        """Those of one process: each counts the global batch."""
+        self.state.total_flos += self.current_flos  # type: ignore[has-type]
+        self.current_flos = 0
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of one step of the optimizer."""
@@ -130,12 +139,18 @@ class AutoparTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Collective: whole tensors for `from_pretrained`, which process 0 gathers one by one and writes."""
         module = self._started()
-        state = module.full_state_dict(rank0_only=True) if module is not None else None
+        if module is not None and _has_its_own(self, "_save"):  # which may not take the state that it is given
+            with module.full_parameters(write=False):
+                done_by_all(lambda: self._write(output_dir, None), same=lambda _: "", what="save_model")
+        else:
+            self._write(output_dir, module.full_state_dict(rank0_only=True) if module is not None else None)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _write(self, output_dir: str | None, state: Any) -> None:
         if self.args.should_save:
             with _as_it_was(getattr(self.model, "config", None)):
                 self._save(output_dir or self.args.output_dir, state_dict=state)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         os.makedirs(output_dir, exist_ok=True)
