@@ -26,6 +26,10 @@ def test_gradients_are_those_of_one_process(name: str, judge: Judge) -> None:
     assert judge.not_right(name, ("tp2", "pp2", "zero3", *(plan for plan in PROGRAMS[name].plans if plan != "hybrid3"))) == []
 
 
+def test_a_method_that_reads_is_run_as_planned(judge: Judge) -> None:
+    assert judge.not_right("more_than_the_loss_in_a_method", ("tp2", "pp2")) == []
+
+
 class Deep(InDict):
     """Enough layers for four stages."""
 
