@@ -83,6 +83,56 @@ def pair() -> Iterator[WorkerPool]:
         yield pool
 
 
+def _kept(folder: str, pins: dict[str, Any]) -> dict[str, Any]:
+    """Numbered checkpoints, of which two are kept; what hooks are given and do; samples after a checkpoint, and after loading it."""
+    from accelerate.utils import ProjectConfiguration
+
+    from autopar.integrations.accelerate import AutoparAccelerator
+
+    numbered = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator: Any = AutoparAccelerator(cpu=True, project_config=numbered)
+    model: Any = autopar.compile(plain(layers=2), 2, example_inputs=batch(0), cluster="cpu", pins=pins)
+    torch.manual_seed(11 + torch.distributed.get_rank())
+    loader = DataLoader(TensorDataset(torch.arange(16)), batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, adamw(model), loader)
+    seen = list[Any]()
+
+    def written(models: list[Any], weights: list[Any], to: str) -> None:
+        seen.append(("saved", Path(to).name, Path(to).is_dir(), len(models), [*weights[0]] == [*models[0].state_dict()]))
+        if accelerator.is_main_process:
+            torch.save(models[0].state_dict(), Path(to, "whole.pt"))
+
+    def read(models: list[Any], of: str) -> None:
+        state = torch.load(Path(of, "whole.pt"))
+        models[0].load_state_dict({name: x + 1 if x.is_floating_point() else x for name, x in state.items()})
+        seen.append(("loaded", Path(of).name))
+
+    accelerator.register_save_state_pre_hook(written)
+    accelerator.register_load_state_pre_hook(read)
+    for number in range(3):
+        loss = model(*batch(number))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.save_state()
+    first = sum(p.detach().sum().item() for p in model.parameters())
+    then = [value for (part,) in loader for value in part.tolist()]
+    accelerator.wait_for_everyone()
+    accelerator.load_state()
+    again = [value for (part,) in loader for value in part.tolist()]
+    grown = sum(p.detach().sum().item() for p in model.parameters()) - first
+    kept = sorted(path.name for path in Path(folder, "checkpoints").iterdir())
+    return {"seen": seen, "again": again == then, "grown": grown, "kept": kept}
+
+
+def test_accelerate_numbers_checkpoints_calls_hooks_and_goes_on_with_the_samples(pair: WorkerPool, tmp_path: Path) -> None:
+    found = pair.run(_kept, str(tmp_path / "two"), {"dp": 2, "zero": 3}, timeout_s=300)
+    numbers = sum(p.numel() for p in plain(layers=2).parameters())
+    for one in found:
+        assert one["seen"] == [*(("saved", f"checkpoint_{i}", True, 1, True) for i in range(3)), ("loaded", "checkpoint_2")]
+        assert one["again"] and one["kept"] == ["checkpoint_1", "checkpoint_2"] and one["grown"] == pytest.approx(numbers, rel=1e-5)
+
+
 def test_accelerate_beside_its_own_accelerator(pair: WorkerPool) -> None:
     first, second = pair.run(_accelerated, {"dp": 2}, timeout_s=400)
     for found in (first, second):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from benchmarks._traps import PROGRAMS
 from benchmarks._traps_kit import Net, batch, seeded
 from benchmarks._traps_run import Judge
 
-REFUSED = {"root_of_a_number": "by other operators than", "number_that_decides": "lets values of a tensor decide"}
+REFUSED = {"root_of_a_number": "by other operators than|cannot capture Rooted", "number_that_decides": "lets values of a tensor decide"}
 RIGHT = sorted(name for name, program in PROGRAMS.items() if program.kind == "numbers" and name not in REFUSED)
 
 
@@ -35,7 +36,7 @@ def test_numbers_are_those_of_one_process(name: str, judge: Judge) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_numbers_are_refused(name: str, judge: Judge) -> None:
     for found in judge.outcomes(name, ("tp2", "pp2")):
-        assert found.outcome == "refused" and REFUSED[name] in found.reason
+        assert found.outcome == "refused" and re.search(REFUSED[name], found.reason)
 
 
 class Returning(Net):

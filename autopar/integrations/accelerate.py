@@ -12,7 +12,9 @@ import contextlib
 import functools
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,7 @@ from autopar.run.deferred import started
 from autopar.run.module import ParallelModule
 from autopar.run.stand_in import StandIn
 
-__all__ = ["AutoparAccelerator", "one_process"]
+__all__ = ["AutoparAccelerator", "as_it_was", "one_process"]
 
 _OWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -71,7 +73,8 @@ class AutoparAccelerator(Accelerator):
     def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
         """Every process is given all batches, shuffled in the same order."""
         if not self.use_seedable_sampler and self.state.num_processes > 1:
-            shuffled_alike(getattr(data_loader, "sampler", None), lambda seed: broadcast_object_list([seed])[0])
+            drawn = shuffled_alike(getattr(data_loader, "sampler", None), lambda seed: broadcast_object_list([seed])[0])
+            self._orders().extend([] if drawn is None else [drawn])
         prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         if not (isinstance(prepared, DataLoaderShard) and isinstance(prepared.dataset, IterableDataset)):
             return prepared
@@ -161,19 +164,35 @@ class AutoparAccelerator(Accelerator):
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
         """Collective: what was prepared, what was registered for checkpointing, and the generators of rank 0, to a folder. Returns it.
-        Raises as autopar.save."""
-        folder = self._folder(output_dir)
+        Hooks for it are given the originals, whole, and their states. Raises as autopar.save."""
+        folder = self._folder_to_write(output_dir)
+        if hooks := [*self._save_model_state_pre_hook.values()]:
+            if self.is_main_process:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            self.wait_for_everyone()
+            with self._whole(write=False) as models:
+                weights = [model.state_dict() for model in models]
+                for hook in hooks:
+                    hook(models, weights, folder)
+            self.wait_for_everyone()
         save(
             folder, self._model(), self._plain_optimizers(), schedulers=[s.state_dict() for s in self._schedulers],
             registered=[o.state_dict() for o in self._custom_objects], generators=_generators(),
             scaler=self.scaler.state_dict() if self.scaler is not None else None,
+            orders=[one.get_state() for one in self._orders()],
         )  # fmt: skip
+        self.project_configuration.iteration += 1
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
-        """Collective: what `save_state` wrote, under this plan or another. Raises as autopar.load, and ValueError where something else was
-        prepared than was saved."""
-        extra = load(self._folder(input_dir), self._model(), self._plain_optimizers())
+        """Collective: what `save_state` wrote, under this plan or another. Hooks for it are given the originals, whole: what they load is
+        the model's. Raises as autopar.load, and ValueError where something else was prepared than was saved."""
+        folder = self._folder_to_read(input_dir)
+        extra = load(folder, self._model(), self._plain_optimizers())
+        if hooks := [*self._load_model_state_pre_hook.values()]:
+            with self._whole(write=True) as models:
+                for hook in hooks:
+                    hook(models, folder)
         for what, here in (("schedulers", self._schedulers), ("registered", self._custom_objects)):
             if len(extra[what]) != len(here):
                 raise ValueError(f"the checkpoint has {len(extra[what])} {what} and {len(here)} are prepared here: prepare the same")
@@ -182,6 +201,24 @@ class AutoparAccelerator(Accelerator):
         if self.scaler is not None and extra["scaler"] is not None:
             self.scaler.load_state_dict(extra["scaler"])
         _set_generators(extra["generators"])
+        for one, state in zip(self._orders(), extra.get("orders", []), strict=False):
+            one.set_state(state)
+
+    def _orders(self) -> list[torch.Generator]:
+        """What samplers of prepared loaders draw from, in the order in which these were prepared."""
+        found: list[torch.Generator] = self.__dict__.setdefault("_autopar_orders", [])
+        return found
+
+    @contextlib.contextmanager
+    def _whole(self, *, write: bool) -> Iterator[list[Any]]:
+        """Collective: the originals of the models that are prepared, with whole parameters. write: rank 0's are the models' afterwards."""
+        with contextlib.ExitStack() as whole:
+            for model in self._models:
+                module = started(model)
+                whole.enter_context(as_it_was(getattr(model.original, "config", None)))
+                if module is not None:
+                    whole.enter_context(module.full_parameters(write=write))
+            yield [model.original for model in self._models]
 
     def _model(self) -> StandIn:
         if len(self._models) != 1:
@@ -191,10 +228,55 @@ class AutoparAccelerator(Accelerator):
     def _plain_optimizers(self) -> list[Optimizer]:
         return [getattr(one, "optimizer", one) for one in self._optimizers]
 
-    def _folder(self, given: str | None) -> str:
-        if given is None:
-            raise ValueError("AutoparAccelerator needs the folder of a checkpoint: save_state(folder), load_state(folder)")
-        return os.fspath(given)
+    def _folder_to_write(self, given: str | None) -> str:
+        """The given one, or the next of the project's; the oldest of these are removed."""
+        if not self.project_configuration.automatic_checkpoint_naming:
+            return self._given(given)
+        above = Path(self.project_dir, "checkpoints")
+        limit = self.project_configuration.total_limit
+        folder = above / f"checkpoint_{self.save_iteration}"
+        if self.is_main_process:
+            for old in _numbered(above)[: -(limit - 1) or None] if limit is not None else ():
+                shutil.rmtree(old)
+            above.mkdir(parents=True, exist_ok=True)
+        is_there = folder.exists()
+        self.wait_for_everyone()
+        if is_there:
+            raise ValueError(f"{folder} is there already: set the project_configuration's iteration to the number to begin with")
+        return str(folder)
+
+    def _folder_to_read(self, given: str | None) -> str:
+        """The given one, or the last of the project's."""
+        if given is not None or not self.project_configuration.automatic_checkpoint_naming:
+            return self._given(given)
+        above = Path(self.project_dir, "checkpoints")
+        if not (found := _numbered(above)):
+            raise ValueError(f"there is no checkpoint in {above}")
+        return str(found[-1])
+
+    def _given(self, folder: str | None) -> str:
+        if folder is None:
+            raise ValueError(
+                "AutoparAccelerator needs the folder of a checkpoint: save_state(folder), load_state(folder); or "
+                "ProjectConfiguration(project_dir, automatic_checkpoint_naming=True)"
+            )
+        return os.fspath(folder)
+
+
+@contextlib.contextmanager
+def as_it_was(config: Any) -> Iterator[None]:
+    """Saving writes the dtype and the like to a model's configuration. Processes whose models differ would capture theirs anew."""
+    before = dict(vars(config)) if config is not None else {}
+    yield
+    if config is not None:
+        vars(config).clear()
+        vars(config).update(before)
+
+
+def _numbered(above: Path) -> list[Path]:
+    """The checkpoints in a folder, in order."""
+    found = [path for path in above.glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
 
 
 class _Counting(DataLoaderShard):

@@ -24,7 +24,7 @@ from transformers import Seq2SeqTrainer, Trainer
 from autopar.checkpoint import load, save
 from autopar.errors import CheckpointError
 from autopar.generation import generate
-from autopar.integrations.accelerate import AutoparAccelerator, one_process
+from autopar.integrations.accelerate import AutoparAccelerator, as_it_was, one_process
 from autopar.parallel import compile as parallel
 from autopar.run.deferred import DeferredModule, started, world_size
 from autopar.run.module import ParallelModule
@@ -149,7 +149,7 @@ class AutoparTrainer(Trainer):
 
     def _write(self, output_dir: str | None, state: Any) -> None:
         if self.args.should_save:
-            with _as_it_was(getattr(self.model, "config", None)):
+            with as_it_was(getattr(self.model, "config", None)):
                 self._save(output_dir or self.args.output_dir, state_dict=state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -238,16 +238,6 @@ def _alone(args: Any) -> Iterator[None]:
         yield
     finally:
         args.__class__ = kind
-
-
-@contextlib.contextmanager
-def _as_it_was(config: Any) -> Iterator[None]:
-    """Saving writes the dtype and the like to a model's configuration. Processes whose models differ would capture theirs anew."""
-    before = dict(vars(config)) if config is not None else {}
-    yield
-    if config is not None:
-        vars(config).clear()
-        vars(config).update(before)
 
 
 def _of_global_batches(args: Any) -> Any:
