@@ -57,7 +57,7 @@ def _steps(pins: dict[str, Any] | None, outputs: str = "loss") -> tuple[list[flo
             found += [loss.item(), *(p.grad.norm().item() for p in model.parameters())]
             model.zero_grad()
             ran.append(pins is not None and model._ran.open)
-    return found, ran, [str(w.message) for w in told if "gradients come to what" in str(w.message)]
+    return found, ran, [str(w.message) for w in told if "is trained by what it returns" in str(w.message)]
 
 
 ONE = {"dp": 1, "tp": 1, "pp": 2}

@@ -36,7 +36,8 @@ READ = sorted(name for name, program in PROGRAMS.items() if program.kind == "rea
 
 @pytest.mark.parametrize("name", READ)
 def test_programs_that_read_more_than_the_loss_are_right(name: str, judge: Judge) -> None:
-    plans = ("tp2", "pp2", "zero3", *(plan for plan in PROGRAMS[name].plans if plan != "hybrid3"))
+    more = PROGRAMS[name].plans
+    plans = ("tp2", "pp2", *(("zero3",) if more else ()), *(plan for plan in more if plan != "hybrid3"))
     assert judge.not_right(name, plans) == []
 
 

@@ -257,7 +257,7 @@ def _captured(
             program = program_of(as_reshapes(trace), mutations, trains=trains)
             trace = with_flows(trace, program)
         names = trace.returned[: len(trace.returned) - len(places)]
-        returned = None if found.returned is None else dataclasses.replace(found.returned, names=names, inner=_inner(program))
+        returned = None if found.returned is None else dataclasses.replace(found.returned, names=names)
         _check_written(program, found.answers, dtype)
         check_told(program, told)
         real = all(t.device.type != "meta" for t in (*trace.tensors.values(), *_tensors(inputs)))
@@ -326,6 +326,7 @@ def _captured(
         program = program.replace(notes=(*program.notes, f"{said}, which neither the time nor the memory of the plan counts"))
         if found.returned is not None and not found.returned.own_loss:
             program = program.replace(own_loss=False)
+    returned = None if returned is None else dataclasses.replace(returned, inner=_inner(program))
     return Captured(
         program, dict(trace.tensors), model.training, guards, left_out, _defaults(model, args, kwargs), found.returns, returned,
         around.autocast, found.answers, () if places else could, {} if calls is None else calls.made,

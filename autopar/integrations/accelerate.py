@@ -265,7 +265,8 @@ class AutoparAccelerator(Accelerator):
 
 @contextlib.contextmanager
 def as_it_was(config: Any) -> Iterator[None]:
-    """Saving writes the dtype and the like to a model's configuration. Processes whose models differ would capture theirs anew."""
+    """config: a model's, or None: as before afterwards. Saving writes the dtype and the like to it, and processes whose models differ would
+    capture theirs anew."""
     before = dict(vars(config)) if config is not None else {}
     yield
     if config is not None:

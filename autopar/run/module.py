@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import importlib
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from autopar.debug import debug_level
-from autopar.errors import CaptureError
 from autopar.run import comm, record, state
 from autopar.run.again import Again, Remembered
 from autopar.run.alike import begin_writing, check_written
@@ -27,7 +24,7 @@ from autopar.run.asked import OF_GRADIENTS
 from autopar.run.autocast import Autocast, ambient, without
 from autopar.run.backward import FUNCTIONS, Backward
 from autopar.run.batches import GivenBatches
-from autopar.run.before_steps import SMALL, BeforeSteps
+from autopar.run.before_steps import BeforeSteps
 from autopar.run.broken_off import broken_off
 from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
 from autopar.run.checkpointed import not_kept_for_later
@@ -43,10 +40,9 @@ from autopar.run.launch import default_device, join_process_group
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Mesh
 from autopar.run.outputs import Returned
-from autopar.run.plain import users_level
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.random_numbers import RandomNumbers
-from autopar.run.reading import Kind, Reading
+from autopar.run.reading import Reading
 from autopar.run.region import regions_of
 from autopar.run.schedule import Made, OpenRun
 from autopar.run.stand_in import runs_as_it_is
@@ -54,6 +50,7 @@ from autopar.run.stepping import close_steps, hook_optimizers
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.twice import Twice
 from autopar.run.unread import Everything, Loss, Past, Unread, around, as_returned, left_at, once_more
+from autopar.run.wanted import Wanted, kind_of
 from autopar.run.weights import Step, Weights
 from autopar.run.without_data import without_values
 
@@ -109,9 +106,7 @@ class ParallelModule(AsOriginal):
     _dtype: torch.dtype | None
     _returns: str
     _outputs: str
-    _read: set[Kind]  # of calls of which more than the loss was read
-    _trained: dict[Kind, Returned | None]  # what calls return by more than the loss of which gradients came; None: it does not fit the plan
-    _numbers_tried: set[Kind]  # of calls that give numbers, which nothing can stand for until they are read
+    _wanted: Wanted
     _before_steps: BeforeSteps
     _random: RandomNumbers
     _given: GivenBatches
@@ -153,8 +148,7 @@ class ParallelModule(AsOriginal):
         join_process_group(device)
         keep["mesh"] = mesh = Mesh(manifest.mesh, device, shard=manifest.shard, places=manifest.places)
         keep["_debug"] = debug if debug is not None else debug_level() >= 1
-        keep["_returns"], keep["_outputs"], keep["_read"] = returns, outputs, set()
-        keep["_trained"], keep["_numbers_tried"] = {}, set()
+        keep["_returns"], keep["_outputs"] = returns, outputs
         if original is not None:
             self._stands_for(original)
             keep |= {name: original.__dict__[name] for name in REGISTRIES}
@@ -179,6 +173,7 @@ class ParallelModule(AsOriginal):
         keep["_forms"] = Forms(
             form, modes=self._modes(), autocast=autocast, original=original, another=own, whole=tree.gathered, example=example
         )
+        keep["_wanted"] = Wanted(self._forms, outputs)
         keep["_before_steps"] = BeforeSteps(mesh, manifest.model, tree.params)
         keep["_random"] = RandomNumbers(mesh, device)
         keep["_calls"] = 0
@@ -219,7 +214,7 @@ class ParallelModule(AsOriginal):
                 args=args, kwargs=kwargs, given=given, modes=self._modes(), otherwise=self._tree.otherwise, compared=compared,
                 outputs=self._outputs, autocast=ambient(),
             )  # fmt: skip
-            form, call = self._form_of(call)
+            form, call = self._wanted.form_of(call)
             self.__dict__["_calls"] += 1
             if form is None:
                 returned = self._of_the_original(args, kwargs)
@@ -234,40 +229,6 @@ class ParallelModule(AsOriginal):
             raise
         record.phase(record.OUTSIDE)
         return returned
-
-    def _form_of(self, call: Call) -> tuple[Form | None, Call]:
-        """What runs for a call; where calls like it are read, or give numbers (`x.item()`), what computes all that the original returns, if
-        the plan has room for it."""
-        kind = _kind(call)
-        if (wanted := self._trained.get(kind)) is not None:
-            more = dataclasses.replace(call, asked="trained")
-            with contextlib.suppress(CaptureError, ValueError):
-                form = self._forms.of(more)
-                if form is not None and form.returned is not None and form.waits and form.returned.spec == wanted.spec:
-                    return form, more
-            self._trained[kind] = None
-        if self._outputs == "loss" and kind in self._read:
-            more = dataclasses.replace(call, asked="all")
-            try:
-                return self._forms.of(more), more
-            except (CaptureError, ValueError) as error:
-                self._read.discard(kind)
-                if kind in self._numbers_tried and self.mesh.rank == 0:
-                    self._tell_of_numbers(error)
-        form = self._forms.of(call)
-        if form is not None and kind not in self._numbers_tried and form.around_loss is not None:
-            if any(form.around_loss.numbers) and form.around_loss.size <= SMALL:
-                self._numbers_tried.add(kind)
-                self._read.add(kind)
-                return self._form_of(call)
-        return form, call
-
-    def _tell_of_numbers(self, error: Exception) -> None:
-        warnings.warn(
-            f"{self.manifest.model} returns numbers that it makes of tensors, which cannot be computed as it was planned, so that using "
-            f"one raises an error: {error}",
-            stacklevel=users_level(),
-        )
 
     def _run(self, form: Form, call: Call) -> Any:
         mesh, tree = self.mesh, self._tree
@@ -317,19 +278,19 @@ class ParallelModule(AsOriginal):
             if remembered is not None and may_be_read:
                 everything = self._everything(call, remembered, loss, before)
                 if form.around_loss is not None and not (form.guards is not None and form.guards.leaves):  # these are always held
-                    self._before_steps.may_read(everything, _kind(call), form.around_loss.size)
+                    self._before_steps.may_read(everything, kind_of(call), form.around_loss.size)
             returned = as_returned(loss, self._returns, around(loss, form.around_loss, everything))
         elif run is not None and remembered is not None and twice is not None:
             values = form.outputs.collected(run.made)
             outputs = form.returned.marked(rest.of_outputs(values, run, Again(remembered, self._begun), twice))
             returned = form.returned.put_together(None, outputs)
-            if call.asked and self._outputs == "loss":
-                returned = as_returned(self._loss_in(returned, _kind(call)), self._returns, returned)
+            if self._outputs == "loss" and (where := self._wanted.trained(kind_of(call)) if call.asked else None) is not None:
+                returned = as_returned(where.loss_in(returned), self._returns, returned)
         else:
             loss = rest.of_loss(loss, twice) if twice is not None else loss.detach()
             values = form.outputs.collected(made)
             if remembered is not None and twice is not None:
-                trained = functools.partial(self._is_trained, _kind(call), form)
+                trained = functools.partial(self._wanted.is_trained, kind_of(call), form)
                 values = rest.of_outputs_beside(values, Twice(remembered, beside=True, before=before), trained)
             outputs = form.returned.marked(values)
             is_whole = form.open or form.returned.has_loss or not torch.is_grad_enabled()
@@ -339,24 +300,6 @@ class ParallelModule(AsOriginal):
         if form.guards is not None:
             form.guards.leave(outputs, None if everything is None else functools.partial(left_at, everything))
         return returned
-
-    def _is_trained(self, kind: Kind, form: Form) -> None:
-        """A gradient has come to what a call of this kind returned beside its loss."""
-        if kind not in self._trained:
-            self._trained[kind] = form.returned
-            if self.mesh.rank == 0:
-                warnings.warn(
-                    f"gradients come to what {self.manifest.model} returns beside its loss. In this step they are computed by running the "
-                    f"call forward once more, all stages and with whole parameters on every rank; from the next on its results are "
-                    f"computed to be trained, if the plan has room for that. autopar.compile(model, ..., outputs='trained') plans for it",
-                    stacklevel=users_level(),
-                )
-
-    def _loss_in(self, returned: Any, kind: Kind) -> Tensor:
-        """Of what a call of this kind returns, of which all is trained."""
-        where = self._trained[kind]
-        assert where is not None, "a form runs that was not asked for"
-        return where.loss_in(returned)
 
     def _may_be_read(self, form: Form) -> bool:
         """Whether the original returns or leaves more than its loss, which the form does not compute."""
@@ -373,10 +316,9 @@ class ParallelModule(AsOriginal):
 
         def everything(why: str) -> Everything:
             with self._methods.let_through():
-                found = once_more(
-                    past, self._forms, self._begun, self._modes(), why, functools.partial(self._is_trained, past.kind)
-                )  # fmt: skip
-            self._read.add(past.kind)
+                trained = functools.partial(self._wanted.is_trained, past.kind)
+                found = once_more(past, self._forms, self._begun, self._modes(), why, trained)
+            self._wanted.is_read(past.kind)
             return found
 
         return Reading(everything)
@@ -428,7 +370,7 @@ class ParallelModule(AsOriginal):
         result = self(*args, **kwargs)
         returned = self._ran.returned
         loss: Tensor = result
-        trained = self._trained.get((self.training, torch.is_grad_enabled()))
+        trained = self._wanted.trained((self.training, torch.is_grad_enabled()))
         if self._ran.open and trained is None:
             raise ValueError(f"{self.manifest.model} returns no loss, and train_step needs one: compile it with loss=fn")
         if returned is not None and not isinstance(result, Loss):
@@ -531,8 +473,3 @@ class ParallelModule(AsOriginal):
 
     def _buffer(self, name: str, others: Mapping[str, Tensor]) -> Tensor:
         return others[name] if name in others else self._tree.buffer(name)
-
-
-def _kind(call: Call) -> Kind:
-    """Of a call that begins now."""
-    return call.training, torch.is_grad_enabled()

@@ -253,3 +253,19 @@ def penalty_on_the_slope_of_logits(compile: Compile) -> Results:
         found += [out["loss"].item(), penalty.item()]
         optimizer.step()
     return {"found": found, "gradients": gradients(model), "state": state(model)}
+
+
+@program(KIND)
+def penalty_with_short_last_batches(compile: Compile) -> Results:
+    """Of two epochs; the short ones do not divide among ranks."""
+    model = compile(seeded(InDict), example_inputs=batch())
+    optimizer, found = sgd(model), list[float]()
+    for index in range(6):
+        x, y = (t[:5] if index % 3 == 2 else t for t in batch(index))
+        optimizer.zero_grad()
+        out = model(x, y)
+        penalty = out["logits"].square().mean()
+        (out["loss"] + 0.2 * penalty).backward()
+        found += [out["loss"].item(), penalty.item()]
+        optimizer.step()
+    return {"found": found, "gradients": gradients(model), "state": state(model)}
