@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,8 +183,57 @@ class InClipped(Net):
         return Clipped(F.cross_entropy(logits, y), float(logits.norm()))
 
 
+class OfAnObject(Net):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Any]:
+        logits, log = self.logits(x), SimpleNamespace()
+        log.norm = float(logits.norm())
+        return F.cross_entropy(logits, y) * (2 if log.norm > 1e-6 else 1), log
+
+
+class AddingToItem(Net):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, float]]:
+        logits = self.logits(x)
+        log = {"norm": float(logits.norm())}
+        log["norm"] += 1
+        return F.cross_entropy(logits, y), log
+
+
+class Asking(Net):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, float]]:
+        logits, log = self.logits(x), dict[str, float]()
+        norm = log.setdefault("norm", float(logits.norm()))
+        return F.cross_entropy(logits, y) * (2 if norm > 1e-6 else 1), log
+
+
+class Hooked(Net):
+    """A hook on the model takes what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda model, given, found: found[0] * (2 if found[1] > 1e-6 else 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, float]:
+        logits = self.logits(x)
+        return F.cross_entropy(logits, y), float(logits.norm())
+
+
+class WithFloat(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:  # type: ignore[override]
+        logits = self.logits(x)
+        return logits, float(logits.norm())
+
+
 @pytest.mark.pure
-@pytest.mark.parametrize("kind", [Branching, Summing, Adding, Filling, Sharing, InTurn, InClipped])
+def test_a_number_that_a_loss_of_the_user_takes_is_not_one_that_is_kept() -> None:
+    with pytest.raises(CaptureError, match="lets values of a tensor decide"):
+        capture(seeded(WithFloat), batch()[:1], loss=lambda found: found[0].sum() * (2 if found[1] > 1e-6 else 1))
+    assert capture(seeded(WithFloat), batch()[:1], outputs=None).returned is not None
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    "kind", [Branching, Summing, Adding, Filling, Sharing, InTurn, InClipped, OfAnObject, AddingToItem, Asking, Hooked]
+)
 def test_a_number_of_which_something_is_computed_is_not_taken_for_one_that_is_kept(kind: type[nn.Module]) -> None:
     with pytest.raises(CaptureError, match="lets values of a tensor decide|a number that it takes from a tensor"):
         capture(seeded(kind), batch()[:1] if kind is InTurn else batch(), outputs=True)

@@ -9,11 +9,13 @@ import dataclasses
 import functools
 from types import FrameType, SimpleNamespace
 
+from torch import nn
+
 from autopar.capture.conditions import parsed
 
 __all__ = ["is_only_kept"]
 
-_FILLS = ("append", "update", "setdefault")  # methods of lists and dicts that take what they are given as it is
+_FILLS = ("append", "update")  # methods of lists and dicts that take what they are given as it is, and return nothing
 _MADE = "<string>"  # the file of what dataclasses write themselves
 _BETWEEN = ("torch.nn.modules.module", "torch.fx.")
 _CALLER = "autopar.capture.export"  # which calls the model to trace it
@@ -57,7 +59,7 @@ class _Ways:
         while isinstance(target, ast.Subscript):
             target = target.value
         if isinstance(target, ast.Attribute):
-            return True
+            return self._is_watched(target)
         if not isinstance(target, ast.Name):
             return False
         if target.id in seen:
@@ -69,13 +71,23 @@ class _Ways:
         uses = [n for n in inside if isinstance(n, ast.Name) and n.id == target.id and n is not target]
         return all(self._does_nothing(use, seen | {target.id}) for use in uses)
 
+    def _is_watched(self, target: ast.expr) -> bool:
+        """Whether an attribute is of the model, or of what else lives longer than the call: of a local object nobody sees who reads it."""
+        while isinstance(target, ast.Attribute | ast.Subscript):
+            target = target.value
+        code = self._frame.f_code
+        if not isinstance(target, ast.Name):
+            return False
+        is_local = target.id in (*code.co_varnames, *code.co_cellvars)
+        return not is_local or isinstance(self._frame.f_locals.get(target.id), nn.Module)
+
     def _does_nothing(self, use: ast.Name, seen: frozenset[str]) -> bool:
         """Whether one use of a local variable is only to set, fill or keep it."""
         parent = self._parents[use]
         if isinstance(use.ctx, ast.Store):
             return not isinstance(parent, ast.AugAssign)
         if isinstance(parent, ast.Subscript) and parent.value is use:
-            return isinstance(parent.ctx, ast.Store)
+            return isinstance(parent.ctx, ast.Store) and not isinstance(self._parents[parent], ast.AugAssign)
         if isinstance(parent, ast.Attribute):
             return parent.attr in _FILLS
         return self.are_kept(use, seen)
@@ -102,12 +114,15 @@ class _Ways:
 
 
 def _is_whole_forward(frame: FrameType) -> bool:
-    """Whether what a frame returns is what the model returns: no other code of the user's takes it."""
+    """Whether what a frame returns is what the model returns: no other code of the user's takes it, as a hook or a loss=fn."""
     back = frame.f_back
     while back is not None and str(back.f_globals.get("__name__", "")).startswith(_BETWEEN):
         back = back.f_back
-    hooks = getattr(frame.f_locals.get("self"), "_forward_hooks", None)
-    return not hooks and back is not None and back.f_globals.get("__name__") == _CALLER
+    own = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+    if back is None or back.f_globals.get("__name__") != _CALLER or getattr(own, "_forward_hooks", None):
+        return False
+    loss = back.f_locals.get("loss")
+    return loss is None or getattr(loss, "__module__", "") == _CALLER
 
 
 @functools.lru_cache
