@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.modules import transformer
 
-__all__ = ["Truths", "chooses_a_kernel", "must_be", "parsed"]
+__all__ = ["Truths", "chooses_a_kernel", "is_at", "must_be", "parsed"]
 
 _IS_CAUSAL = getattr(getattr(transformer, "_detect_is_causal_mask", None), "__code__", None)  # of torch.nn.Transformer; private
 
@@ -75,7 +75,7 @@ def must_be(frame: FrameType, *, by_item: bool = False) -> bool | None:
     """What a tensor must be, whose truth the line that runs in a frame asks for, for the code to go on without raising; None if the line
     does something else with it. by_item: it asks by .item(), which stands for the truth where it is a term of the condition."""
     tree = parsed(frame.f_code.co_filename)
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.If | ast.Assert) and _holds(n.test, frame.f_lineno)] if tree else []
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.If | ast.Assert) and is_at(n.test, frame.f_lineno)] if tree else []
     if not found:
         return None
     innermost = max(found, key=lambda n: n.lineno)
@@ -97,8 +97,9 @@ def parsed(path: str) -> ast.Module | None:
         return None
 
 
-def _holds(test: ast.expr | ast.stmt, line: int) -> bool:
-    return test.lineno <= line <= (test.end_lineno or test.lineno)
+def is_at(node: ast.expr, line: int) -> bool:
+    """Whether an expression stands in a line, counted from 1."""
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
 def _truth(test: ast.expr) -> bool | None:

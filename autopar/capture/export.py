@@ -29,12 +29,12 @@ from autopar.capture.follow import Ask, AtTheBorder, Registries, follow
 from autopar.capture.held import Opaque
 from autopar.capture.hidden import Hidden
 from autopar.capture.infer import states_of_lstms
-from autopar.capture.numbers import Numbers, as_tensor
+from autopar.capture.numbers import Numbers
 from autopar.capture.source import in_library, module_of
 from autopar.capture.state import State
 from autopar.capture.without_data import values
 from autopar.errors import CaptureError, NoLoss, OtherGradients
-from autopar.run.outputs import Returned, check_seen, dicts_given, found_in, taken_apart, written_into
+from autopar.run.outputs import Returned, as_tensor, check_seen, dicts_given, found_in, taken_apart, written_into
 
 __all__ = [
     "FAILURES", "HOOK", "PREFIX", "End", "Step", "as_exported", "each_output", "export", "left_at", "loss_of", "objective_of",
@@ -114,14 +114,13 @@ class Step(nn.Module):
                     containers: set[int] = set()
                     if outputs or not own or returns:
                         containers = {id(one.holder) for one in start.held if isinstance(one.holder, list | dict)}
+                    number_of = self.border.numbers.made_of
                     if outputs or not own:
-                        number_of = self.border.numbers.made_of
                         returned, others = taken_apart(output, result, own_loss=own, held=containers, number_of=number_of)
                         returned = replace(returned, into=written_into(output, given))
                         self._check_leaves(others)
                     elif returns:
                         with contextlib.suppress(CaptureError):  # what the program need not give
-                            number_of = self.border.numbers.made_of
                             around_loss, inside = taken_apart(output, result, held=containers, all_of_it=False, number_of=number_of)
                             like = tuple((_known_shape(x), x.dtype) for x in inside)
                             around_loss = replace(around_loss, names=tuple(map(str, range(len(inside)))), like=like)
@@ -176,10 +175,13 @@ def left_at(
 def _tensor_of(leaf: object, numbers: Numbers | None) -> torch.Tensor | None:
     if isinstance(leaf, torch.Tensor):
         return leaf
-    return as_tensor(_number(leaf)) if numbers is None else numbers.tensor_of(_number(leaf))
+    number = _number(leaf)
+    if numbers is not None:
+        return numbers.tensor_of(number)
+    return as_tensor(number) if type(number) in (int, float) else None
 
 
-def _number(leaf: object) -> object:
+def _number(leaf: object) -> Any:
     return leaf.value if isinstance(leaf, Opaque) else leaf
 
 

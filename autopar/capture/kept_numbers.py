@@ -11,7 +11,7 @@ from types import FrameType, SimpleNamespace
 
 from torch import nn
 
-from autopar.capture.conditions import parsed
+from autopar.capture.conditions import is_at, parsed
 
 __all__ = ["is_only_kept"]
 
@@ -27,7 +27,7 @@ def is_only_kept(frame: FrameType) -> bool:
     model, by itself or in a tuple, list, dict or record, or keep it under an attribute, in a container under one, or at the end of a list:
     at once, or by way of local variables of which the function does nothing else."""
     tree, line = parsed(frame.f_code.co_filename), frame.f_lineno
-    made = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _is_float(n) and _is_at(n, line)] if tree else []
+    made = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _is_float(n) and is_at(n, line)] if tree else []
     return bool(made) and tree is not None and all(_Ways(tree, frame).are_kept(n) for n in made)
 
 
@@ -132,7 +132,3 @@ def _parents(tree: ast.Module) -> dict[ast.AST, ast.AST]:
 
 def _is_float(call: ast.Call) -> bool:
     return isinstance(call.func, ast.Name) and call.func.id == "float"
-
-
-def _is_at(node: ast.expr, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)

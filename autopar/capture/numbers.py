@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.run.outputs import MadeOf, Returned
+from autopar.run.outputs import MadeOf, Returned, as_tensor
 
-__all__ = ["NUMBERS", "Numbers", "as_tensor", "numbers_like"]
+__all__ = ["NUMBERS", "Numbers", "numbers_like"]
 
 NUMBERS = (torch.SymInt, torch.SymFloat)  # of a trace
 _Of = Callable[[Sequence[Any]], Any]  # computes a number of others
@@ -92,19 +92,11 @@ def _computed(expression: Any, places: Mapping[object, int]) -> _Of | None:
     return of
 
 
-def as_tensor(number: object) -> Tensor | None:
-    """A Python number as a tensor of one element; None for anything else."""
-    if type(number) is float:
-        return torch.tensor(number, dtype=torch.float64)
-    return torch.tensor(number, dtype=torch.int64) if type(number) is int else None
-
-
 def numbers_like(returned: Returned | None) -> Callable[[object], MadeOf | None]:
     """Tells of a call's numbers which a trace has followed in what it returned; to be asked of each, in order. These stand as tensors."""
     followed = iter(returned.numbers if returned is not None else ())
 
-    def made_of(number: object) -> MadeOf | None:
-        tensor = as_tensor(number) if next(followed, False) else None
-        return None if tensor is None else ((tensor,), operator.itemgetter(0))
+    def made_of(number: Any) -> MadeOf | None:
+        return ((as_tensor(number),), operator.itemgetter(0)) if next(followed, False) else None
 
     return made_of

@@ -284,7 +284,8 @@ class ParallelModule(AsOriginal):
             values = form.outputs.collected(run.made)
             outputs = form.returned.marked(rest.of_outputs(values, run, Again(remembered, self._begun), twice))
             returned = form.returned.put_together(None, outputs)
-            if self._outputs == "loss" and (where := self._wanted.trained(kind_of(call)) if call.asked else None) is not None:
+            where = self._wanted.trained(kind_of(call))
+            if call.asked and self._outputs == "loss" and where is not None:
                 returned = as_returned(where.loss_in(returned), self._returns, returned)
         else:
             loss = rest.of_loss(loss, twice) if twice is not None else loss.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from benchmarks._traps_kit import (
     sgd,
     state,
 )
-from benchmarks.trap_programs.read import Codes
+from benchmarks.trap_programs.read import Codes, NormedInDict
 
 KIND = "beside"
 MORE = ("hybrid3", "dp2mb2", "dp2tp2")
@@ -104,44 +105,29 @@ def slope_of_logits(compile: Compile) -> Results:
     return {"slope": slope, "of_loss": x.grad, "gradients": gradients(model)}
 
 
-class Dropping(InDict):
-    """With random numbers, and statistics of its batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(HIDDEN).double()
-
-    def hidden(self, x: Tensor) -> Tensor:
-        return self.norm(super().hidden(x))
+def _logits_kept_small(model: Any, weight: float, given: Iterable[tuple[Tensor, Tensor]]) -> Results:
+    """Steps whose loss is the model's and a penalty on its logits."""
+    optimizer, found = sgd(model), list[float]()
+    for x, y in given:
+        optimizer.zero_grad()
+        out = model(x, y)
+        penalty = out["logits"].square().mean()
+        (out["loss"] + weight * penalty).backward()
+        found += [out["loss"].item(), penalty.item()]
+        optimizer.step()
+    return {"found": found, "gradients": gradients(model), "state": state(model)}
 
 
 @program(KIND)
 def logits_kept_small(compile: Compile) -> Results:
-    model = compile(seeded(Dropping), example_inputs=batch())
-    optimizer, found = sgd(model), list[float]()
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        out = model(x, y)
-        penalty = out["logits"].square().mean()
-        (out["loss"] + 0.01 * penalty).backward()
-        found += [out["loss"].item(), penalty.item()]
-        optimizer.step()
-    return {"found": found, "gradients": gradients(model), "state": state(model)}
+    """Beside statistics of batches, which a second run is not to add."""
+    return _logits_kept_small(compile(seeded(NormedInDict), example_inputs=batch()), 0.01, batches())
 
 
 @program(KIND)
 def logits_kept_small_asked_for(compile: Compile) -> Results:
-    """The same with outputs="all"."""
-    model = compile(seeded(InDict), example_inputs=batch(), outputs="all")
-    optimizer, found = sgd(model), list[float]()
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        out = model(x, y)
-        penalty = out["logits"].square().mean()
-        (out["loss"] + 0.01 * penalty).backward()
-        found += [out["loss"].item(), penalty.item()]
-        optimizer.step()
-    return {"found": found, "gradients": gradients(model), "state": state(model)}
+    """With outputs="all"."""
+    return _logits_kept_small(compile(seeded(InDict), example_inputs=batch(), outputs="all"), 0.01, batches())
 
 
 class Routed(Net):
@@ -214,28 +200,16 @@ def logits_of_a_partly_frozen_model(compile: Compile) -> Results:
     return {"found": found, "gradients": gradients(model), "state": state(model)}
 
 
-def _with_codes(model: Any) -> Results:
-    optimizer, found = sgd(model), list[float]()
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        out = model(x, y)
-        penalty = out["logits"].square().mean()
-        (out["loss"] + 0.2 * penalty).backward()
-        found += [out["loss"].item(), penalty.item()]
-        optimizer.step()
-    return {"found": found, "gradients": gradients(model), "state": state(model)}
-
-
 @program(KIND)
 def codes_that_move_beside_a_penalty(compile: Compile) -> Results:
     """Buffers that each call changes, and computes of."""
-    return _with_codes(compile(seeded(Codes), example_inputs=batch()))
+    return _logits_kept_small(compile(seeded(Codes), example_inputs=batch()), 0.2, batches())
 
 
 @program(KIND)
 def codes_that_move_and_are_asked_for(compile: Compile) -> Results:
     """The same with outputs="all"."""
-    return _with_codes(compile(seeded(Codes), example_inputs=batch(), outputs="all"))
+    return _logits_kept_small(compile(seeded(Codes), example_inputs=batch(), outputs="all"), 0.2, batches())
 
 
 @program(KIND)
@@ -258,14 +232,5 @@ def penalty_on_the_slope_of_logits(compile: Compile) -> Results:
 @program(KIND)
 def penalty_with_short_last_batches(compile: Compile) -> Results:
     """Of two epochs; the short ones do not divide among ranks."""
-    model = compile(seeded(InDict), example_inputs=batch())
-    optimizer, found = sgd(model), list[float]()
-    for index in range(6):
-        x, y = (t[:5] if index % 3 == 2 else t for t in batch(index))
-        optimizer.zero_grad()
-        out = model(x, y)
-        penalty = out["logits"].square().mean()
-        (out["loss"] + 0.2 * penalty).backward()
-        found += [out["loss"].item(), penalty.item()]
-        optimizer.step()
-    return {"found": found, "gradients": gradients(model), "state": state(model)}
+    given = [(x[:5], y[:5]) if index % 3 == 2 else (x, y) for index, (x, y) in enumerate(batches(6))]
+    return _logits_kept_small(compile(seeded(InDict), example_inputs=batch()), 0.2, given)
