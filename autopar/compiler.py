@@ -17,7 +17,8 @@ from autopar.planner import Plan, lower
 from autopar.planner.names import named_as
 from autopar.planner.wishes import check_inputs
 from autopar.planning import Inputs, wishes
-from autopar.render import make_manifest, positional_names, render
+from autopar.render import make_manifest, render
+from autopar.run.inputs import positional_names
 from autopar.run.together import decided_by_rank_0, done_by_all
 
 __all__ = ["Compiled", "build", "emit", "plan_of"]

@@ -34,6 +34,14 @@ class BufferMade(CaptureError):
     """A call gives a buffer another shape, or dtype, than it has."""
 
 
+class NumbersChange(CaptureError):
+    """Each call of the model changes numbers that stand in attributes. places: where, as the picture of a model names it."""
+
+    def __init__(self, message: str = "", places: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.places = tuple(places)
+
+
 class OtherGradients(CaptureError):
     """The model's code has gradients of its own, or asks for some, which no graph of operators shows."""
 

@@ -31,8 +31,7 @@ from autopar.errors import CaptureError, VerificationError
 from autopar.ir import Program
 from autopar.planner.moments import batched_inputs
 from autopar.planner.wishes import check_inputs
-from autopar.render import positional_names
-from autopar.run.inputs import not_dense
+from autopar.run.inputs import not_dense, positional_names
 from autopar.verify_rank import ADAM_EPS, LEARNING_RATE, Call, Draws, Found
 
 __all__ = ["Errors", "Original", "Reference", "as_float64", "errors_of", "reference", "without_dropout"]
@@ -130,6 +129,11 @@ def reference(
             raise CaptureError(
                 f"the forward of {type(model).__name__} writes to {', '.join(sorted(captured.answers.written_names))}, which a plan that "
                 f"is verified by itself does not\n  what to do: change parameters after optimizer.step(), or compare your training loop"
+            )
+        if captured.guards is not None and (leaves := captured.guards.varied.leaves):
+            raise CaptureError(
+                f"each call of {type(model).__name__} changes {', '.join(leaf.name for leaf in leaves)}, and computes with that, which a "
+                f"plan that is verified by itself does not\n  what to do: compare your training loop"
             )
         capture_s = time.perf_counter() - start
         batches = (inputs, _doubled(inputs, captured.program)) if later and captured.program.batch_size else (inputs,)

@@ -25,12 +25,14 @@ from autopar.errors import CaptureError, PlanError
 from autopar.ir import Buffer, Param, Program, refs
 from autopar.planner import Plan, complete
 from autopar.planner.wishes import FOR_LOSS_OUTSIDE
-from autopar.render import load, positional_names
+from autopar.render import load
 from autopar.run import ParallelModule
 from autopar.run.form import Anew, Emitted
 from autopar.run.grad_mode import with_gradients
+from autopar.run.inputs import positional_names
 from autopar.run.manifest import ParamSpec
 from autopar.run.together import decided_by_rank_0, done_by_all
+from autopar.run.varying import Varying
 from autopar.unfrozen import unplanned_text
 from cost_models.cluster import Cluster
 
@@ -66,10 +68,12 @@ class Variants:
         self._told: set[str] = set()  # parameters that train and were not planned to
         self._told_of_odd_batches = False
 
-    def __call__(self, module: ParallelModule, inputs: Any, why: str, asked: str) -> Anew:
+    def __call__(self, module: ParallelModule, inputs: Any, why: str, asked: str, varying: Varying) -> Anew:
         """Collective. why: what has changed of the model, in words. asked: 'all': all that it returns is computed, whatever was asked for
-        when it was compiled; 'trained': and no loss is made of it. Raises ValueError if the plan's decisions do not fit, CaptureError."""
+        when it was compiled; 'trained': and no loss is made of it. varying: numbers that it takes as inputs, where it can. Raises
+        ValueError if the plan's decisions do not fit, CaptureError."""
         how: dict[str, Any] = {"outputs": True if asked else self._outputs, "loss": each_output if asked == "trained" else self._loss}
+        how["varying"] = varying
         plan, captured = self._plan, self._captured_by_all(module, inputs, why, **how)
         program = captured.program
         try:
@@ -135,8 +139,11 @@ class Variants:
         self.check(module, emitted)
         return emitted
 
-    def _captured(self, inputs: Any, why: str, **how: Any) -> Captured:
+    def _captured(self, inputs: Any, why: str, *, varying: Varying, **how: Any) -> Captured:
         again = functools.partial(captured_alike, self._model, inputs, apart=self._apart, dtype=self._dtype, **how)
+        if varying:
+            with contextlib.suppress(CaptureError):
+                return again(varying=varying)
         if why:  # what has changed may change again: sizes that it decides are those of a call, where they can be
             with contextlib.suppress(CaptureError):
                 return again(sizes=False)

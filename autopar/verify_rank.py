@@ -19,6 +19,7 @@ from autopar.run.form import Anew
 from autopar.run.part import local
 from autopar.run.region import Region
 from autopar.run.state import assemble
+from autopar.run.varying import Varying
 from autopar.variants import Variants
 
 __all__ = ["ADAM_EPS", "Call", "Draws", "Form", "Found", "LEARNING_RATE", "Task", "train_on_rank"]
@@ -77,7 +78,7 @@ class _Prepared:
     def __init__(self, module: ParallelModule, forms: Mapping[Call, Form]) -> None:
         self._module, self._forms, self.batch = module, forms, 0
 
-    def __call__(self, inputs: Any, why: str, everything: str) -> Anew:
+    def __call__(self, inputs: Any, why: str, everything: str, varying: Varying) -> Anew:
         module, training = self._module, self._module.training
         form = self._forms.get((training, self.batch))
         if form is None:

@@ -30,9 +30,12 @@ from autopar.capture.reach import LruCache
 from autopar.capture.regions import Regions, asked
 from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten
+from autopar.capture.varying import Numbers
 from autopar.errors import CaptureError
 from autopar.run.outputs import Returned
 from autopar.run.plain import plainly
+from autopar.run.varying import NONE as NONE_VARIES
+from autopar.run.varying import Varied
 
 __all__ = ["TracedCall", "check_border", "observed", "traced"]
 
@@ -44,7 +47,7 @@ class TracedCall:
     """The traced call of a model. changes: what it changed outside of registries. own_gradients: custom autograd functions and hooks
     that ran. drawn: the generators other than torch's that it drew from. answers: what it asked of the model's state. shows: a line that
     prints or logs a tensor; "" if there is none. attributes: what it asked for of parameters and buffers. numbers: the places at which it
-    left a number that is made of a tensor. modes: the modules whose training mode it set to another. around_loss: as of End."""
+    left a number that is made of a tensor. modes: the modules whose training mode it set to another. around_loss, varied: as of End."""
 
     exported: ExportedProgram
     changes: tuple[Change, ...]
@@ -58,6 +61,7 @@ class TracedCall:
     numbers: frozenset[str] = frozenset()
     modes: tuple[tuple[nn.Module, bool], ...] = ()
     around_loss: Returned | None = None
+    varied: Varied = NONE_VARIES
 
     @property
     def hooks(self) -> list[str]:
@@ -66,18 +70,18 @@ class TracedCall:
 
 def traced(
     model: nn.Module, loss: Loss, inputs: Inputs, start: State, *, outputs: bool | None = False, hidden: Hidden | None = None,
-    answers: bool = True, sizes: bool = True, leaves: Sequence[str] = (), numbers: bool = False,
+    answers: bool = True, sizes: bool = True, leaves: Sequence[str] = (), numbers: bool = False, varying: Numbers | None = None,
 ) -> TracedCall:  # fmt: skip
     """torch.export of one call, after which everything is as before: attributes, globals, and caches of functions. outputs: of all
     that the model returns; None: if it returns no loss. hidden: what need not be seen of the model. answers: what its state alone decides
-    may be asked for; sizes: also where it is a size. leaves, numbers: as of Step."""
+    may be asked for; sizes: also where it is a size. leaves, numbers, varying: as of Step."""
     hidden = hidden or Hidden(())
     ends: list[End] = []
     random = generators.states()
     attributes = Attributes(model, start.reached.names)
     step = Step(
         model, loss, start, ends, ask=asked, attributes=attributes, outputs=outputs, hidden=hidden, answers=answers, sizes=sizes,
-        leaves=leaves, inputs=inputs, numbers=numbers,
+        leaves=leaves, inputs=inputs, numbers=numbers, varying=varying,
     )  # fmt: skip
     try:
         with own_gradients() as unseen, drawn_outside() as drawn:
@@ -96,7 +100,7 @@ def traced(
     return TracedCall(
         exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=ends[-1].returns,
         returned=ends[-1].returned, answers=ends[-1].answers, shows=ends[-1].shows, attributes=attributes.asked,
-        numbers=ends[-1].numbers, modes=ends[-1].modes, around_loss=ends[-1].around_loss,
+        numbers=ends[-1].numbers, modes=ends[-1].modes, around_loss=ends[-1].around_loss, varied=ends[-1].varied,
     )  # fmt: skip
 
 
@@ -144,23 +148,23 @@ def _keeps_no_data(values: list[Any], depth: int) -> bool:
 def observed(
     model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trainable: tuple[torch.Tensor, ...] | None,
     *, outputs: bool = False, frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (), leaves: Sequence[str] = (),
-    appended: Sequence[list[Any]] = (), reseed: bool = True,
+    appended: Sequence[list[Any]] = (), reseed: bool = True, varying: Numbers | None = None,
 ) -> Calls | None:  # fmt: skip
     """The model called twice: to be compared with the program, which needs gradients of `trainable`; without these (None: no data, or
     no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see. frozen, scales, leaves,
-    appended, reseed: as of `call_twice`."""
+    appended, reseed, varying: as of `call_twice`."""
     if trainable is not None:
         return call_twice(
             model, loss, inputs, start, trainable, traced=found.changes, compare=True, outputs=outputs, frozen=frozen, scales=scales,
             answers=found.answers, leaves=leaves, appended=appended, numbers=found.numbers,
-            reseed=reseed, returned=found.returned,
+            reseed=reseed, returned=found.returned, varied=found.varied, varying=varying,
         )  # fmt: skip
     if not found.changes:
         return None
     try:
         return call_twice(
             model, loss, inputs, start, traced=found.changes, outputs=outputs, frozen=frozen, answers=found.answers, appended=appended,
-            numbers=found.numbers, returned=found.returned,
+            numbers=found.numbers, returned=found.returned, varied=found.varied, varying=varying,
         )  # fmt: skip
     except CaptureError as e:
         if e.__cause__ is None:

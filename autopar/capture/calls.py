@@ -14,6 +14,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from autopar.capture.around import as_called
 from autopar.capture.counted import counts_between, not_read, only_added_to
 from autopar.capture.export import FAILURES, left_at, objective_of
 from autopar.capture.follow import storage_of
-from autopar.capture.held import ABSENT, Opaque, Shape
+from autopar.capture.held import ABSENT, Opaque, Shape, same
 from autopar.capture.left import Left, left_by
 from autopar.capture.made import in_the_state, made_of
 from autopar.capture.numbers import numbers_like
@@ -36,8 +37,11 @@ from autopar.capture.once import Followed, numbers_once, refuse_once
 from autopar.capture.said import Said
 from autopar.capture.source import first_line
 from autopar.capture.state import Change, State
-from autopar.errors import CaptureError
+from autopar.capture.varying import Numbers
+from autopar.errors import CaptureError, NumbersChange
 from autopar.run.outputs import Returned, dicts_given, taken_apart, written_into
+from autopar.run.varying import NONE as NONE_VARIES
+from autopar.run.varying import Number, Varied
 
 __all__ = [
     "OTHER_DRAWS", "Call", "Calls", "call_twice", "copied", "differentiated", "drawn_outside", "gradients_of", "left_as_it_was",
@@ -51,7 +55,8 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 class Call:
     """One call. gradients: of the asked parameters, in their order. of_inputs: of the inputs that require one, in the order of their
     leaves. scaled: both, of the loss multiplied by a number. buffers: by name, after it, with the frozen parameters that it writes to.
-    returned: the tensors that the model returned beside the loss, where they were asked for."""
+    returned: the tensors that the model returned beside the loss, where they were asked for. numbers: that it was given, of those that
+    vary."""
 
     loss: torch.Tensor
     gradients: tuple[torch.Tensor | None, ...]
@@ -59,6 +64,7 @@ class Call:
     scaled: Mapping[float, tuple[torch.Tensor | None, ...]]
     buffers: Mapping[str, torch.Tensor]
     returned: tuple[torch.Tensor, ...] = ()
+    numbers: tuple[Number, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +72,8 @@ class Calls:
     """calls: in order. settled: what the first call changed and the second left. written: what each call replaces by a new tensor
     and none reads before that. counted: numbers to which each call adds, lists to which it appends, and numbers that it makes of tensors,
     which none reads. left: what a call leaves of all these. set_back: the buffers that were given their first values again before the
-    second call, so that it was answered as the first was. made: those of `settled` that are buffers of the state_dict, by name. said: what
-    each prints and logs."""
+    second call, so that it was answered as the first was (numbers are, too). made: those of `settled` that are buffers of the state_dict,
+    by name. said: what each prints and logs."""
 
     calls: tuple[Call, ...]
     settled: tuple[Change, ...]
@@ -129,6 +135,7 @@ def call_twice(
     *, traced: tuple[Change, ...] = (), reseed: bool = True, compare: bool = False, outputs: bool = False,
     frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (), answers: Answers = NONE,
     leaves: Sequence[str] = (), appended: Sequence[list[Any]] = (), numbers: Collection[str] = (), returned: Returned | None = None,
+    varied: Varied = NONE_VARIES, varying: Numbers | None = None,
 ) -> Calls:  # fmt: skip
     """Calls the model twice, and leaves everything as it was. start: a State of it now. traced: what the trace of a call changed. compare:
     gradients are taken, of `parameters` and of the inputs that require one. outputs: what else the model returns is kept too. reseed:
@@ -136,13 +143,13 @@ def call_twice(
     which the program writes, by name. scales: by which the loss is multiplied for further gradients. answers: what the trace was told of
     the model's state: the second call is told the same. leaves: places of which the tensors that a call leaves there are outputs too.
     appended: lists to which each call appends, and which are empty before. numbers: the places at which the trace left a number that is
-    made of a tensor. returned: what the trace returned.
+    made of a tensor. returned: what the trace returned. varied: the numbers that were inputs of the trace; varying: gives them.
 
     Raises Appended for other such lists, CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its
     inputs or to other parameters.
     """
     frozen = frozen or {}
-    calls, states, writes, into, said = [], [start], [_writes(model)], list[frozenset[str]](), list[Sequence[Said]]()
+    calls, states, writes, into, said = list[Call](), [start], [_writes(model)], list[frozenset[str]](), list[Sequence[Said]]()
     first_values = _copies(_held(model, frozen, answers.names))
     set_back = frozenset[str]()
     moved_before = {name: p for name, p in model.named_parameters() if name in answers.written_names}
@@ -153,6 +160,9 @@ def call_twice(
             if number and answers.changed_of(model):
                 set_back = _set_back(_held(model, frozen, answers.names), first_values)
             given = copied(inputs)
+            now = varying.values() if varying else ()
+            if number and varying and varied.changed(now):
+                now = varying.set_back(calls[0].numbers)
             made = _made(states) if number else {}
             watch = _Reads(made.values()) if made else contextlib.nullcontext()
             moving = _Writes(frozen) if frozen else contextlib.nullcontext()
@@ -177,7 +187,8 @@ def call_twice(
             others = (*taken_apart(output, result, own_loss=own, number_of=numbers_like(returned))[1], *left_there) if outputs else ()
             others = tuple(t.detach().clone() for t in others)
             call = Call(
-                loss=result.detach(), gradients=found[:n], of_inputs=found[n:], scaled=scaled, buffers=buffers, returned=others
+                loss=result.detach(), gradients=found[:n], of_inputs=found[n:], scaled=scaled, buffers=buffers, returned=others,
+                numbers=now,
             )  # fmt: skip
             calls.append(call)
             states.append(State.take(model, loss, start))
@@ -186,8 +197,12 @@ def call_twice(
         read = {path for path, t in made.items() if watch.has_read(t)} if isinstance(watch, _Reads) else set()
         _, first, second = states
         moved = {c.path: c for c in first.changes(second)}
-        settled = tuple(c for c in start.changes(first) if c.path not in moved)
-        counts = counts_between(start, first, second, traced)
+        followed = _moved_as_traced(type(model).__name__, varied, calls, (first, second))
+        if followed and varying:
+            _moved_as_differentiated(model, loss, inputs, varied, varying.set_back(calls[0].numbers))
+        moved = {path: change for path, change in moved.items() if path not in followed}
+        settled = tuple(c for c in start.changes(first) if c.path not in moved and c.path not in followed)
+        counts = [count for count in counts_between(start, first, second, traced) if count.path not in followed]
         if counts:
             whole = [c for c in counts if type(c.seen[1]) is int]
             tried = (counts, whole) if whole != counts else (counts,)
@@ -202,7 +217,7 @@ def call_twice(
         made_of_tensors |= not_read({*numbers} - made_of_tensors, second, lambda: _called(model, loss, inputs))
         moved = {path: change for path, change in moved.items() if path not in made_of_tensors}
         written = refuse_changing(type(model).__name__, list(moved.values()), read, given=outputs)
-        left = left_by(start, first, written, traced, counts, paths, once=frozenset(c.path for c in settled))
+        left = left_by(start, first, written, traced, counts, paths, moved=followed, once=frozenset(c.path for c in settled))
         made_here = made_of(settled, in_the_state(model))
     once = [c.path for c in settled if isinstance(c.after, torch.Tensor)]
     once += [name for name, was in writes[0].items() if writes[1][name] != was and writes[1][name] == writes[2][name]]
@@ -211,9 +226,35 @@ def call_twice(
     kept = [c for c in settled if c.path not in made_of_tensors]
     refuse_once(type(model).__name__, [*numbers_once(kept, traced, start), *computed])
     return Calls(
-        calls=tuple(calls), settled=settled, written=written, left=left, counted=(*(c.path for c in counts), *paths, *made_of_tensors),
+        calls=tuple(calls), settled=settled, written=written, left=left,
+        counted=(*(c.path for c in counts), *paths, *made_of_tensors, *(x.place.path for x in varied.leaves if x.place is not None)),
         set_back=set_back, made=made_here, said=tuple(said),
     )  # fmt: skip
+
+
+def _moved_as_traced(name: str, varied: Varied, calls: Sequence[Call], states: Sequence[State]) -> frozenset[str]:
+    """The places at which calls leave numbers that follow from those that vary. CaptureError if these are other ones than the trace says.
+    states: after each call."""
+    for place, of in varied.moved:
+        for call, state in zip(calls, states, strict=True):
+            if not same(state.leaves.get(place.path, ABSENT), of(call.numbers)):
+                raise CaptureError(f"each call of {name} leaves in {place.path} a number that does not follow from numbers alone")
+    moved = frozenset(place.path for place, _ in varied.moved)
+    stay = [x.place.path for x in varied.leaves if x.place is not None and x.place.path not in moved]
+    for path in stay:
+        if any(not same(before.leaves.get(path, ABSENT), state.leaves.get(path, ABSENT)) for before, state in pairwise(states)):
+            raise CaptureError(f"each call of {name} leaves in {path} another number than its trace")
+    return moved
+
+
+def _moved_as_differentiated(
+    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, varied: Varied, values: Sequence[Number]
+) -> None:
+    """CaptureError if backward changes numbers too: hooks may, and what is checkpointed runs again in it."""
+    _called(model, loss, inputs)
+    for place, of in varied.moved:
+        if not same(place.now(), of(values)):
+            raise CaptureError(f"backward through {type(model).__name__} changes {place.path}, too")
 
 
 def _is_in(path: str, lists: Collection[str]) -> bool:
@@ -320,10 +361,12 @@ def refuse_changing(
                 "keep it in a tensor registered as a buffer (register_buffer; buffers are followed when the forward assigns or changes "
                 "them), or change it outside of the forward: let the loop set it before the call"
             )
-        raise CaptureError(
+        said = (
             f"each call of {name} changes {'; '.join(map(str, wrong[:3]))}{more}: state that is not in a buffer, which a graph does not "
             f"have\n  what to do: {remedy}"
         )
+        numbers = all(type(c.before) in (int, float) and type(c.after) is type(c.before) for c in wrong)
+        raise NumbersChange(said, [change.path for change in wrong]) if numbers else CaptureError(said)
     return tuple(written)
 
 

@@ -11,9 +11,10 @@ from autopar.capture.answers import NONE, Answers
 from autopar.capture.calls import Calls, gradients_of, seeded
 from autopar.capture.interpret import run_whole_program
 from autopar.capture.source import first_line
-from autopar.errors import CaptureError, OtherGradients
+from autopar.errors import CaptureError, NumbersChange, OtherGradients
 from autopar.ir import Program
 from autopar.run.outputs import Returned
+from autopar.run.varying import NUMBERS, as_tensor
 
 __all__ = ["check_program", "trainable_tensors"]
 
@@ -56,6 +57,7 @@ def check_program(
         tensors = dict(tensors) | leaves
         if number:
             state |= {b.value: tensors[b.value].detach().clone() for b in program.buffers if b.fqn in calls.set_back}
+        inputs = dict(inputs) | {i.value: as_tensor(call.numbers[int(i.path[1])]) for i in program.inputs if i.path[:1] == (NUMBERS,)}
         try:
             scaled = {}
             for scale in call.scaled:
@@ -72,12 +74,14 @@ def check_program(
             ) from e
         tolerance = max(_TOLERANCE.get(d, 0.0) for d in (*(t.dtype for t in leaves.values()), call.loss.dtype, dtype))
         if not _close(call.loss, found, tolerance * max(1.0, abs(call.loss.item()))):
-            raise CaptureError(
+            said = (
                 f"the captured program's loss{which} is {found.item()!r}, the model's is {call.loss.item()!r}\n  what to do: if the "
                 f"forward draws random numbers from Python or numpy, make it draw from torch; if it keeps state from call to call"
                 f"{_of(calls)}, keep it in a buffer; if its first call sets something up, call the model once before compiling it; if it "
                 f"asks whether it is traced, ask torch.compiler.is_compiling() under that name; else this is a defect of autopar"
             )
+            numbers = [c.path for c in calls.settled if type(c.before) in (int, float) and type(c.after) is type(c.before)]
+            raise NumbersChange(said, numbers) if number and numbers else CaptureError(said)
         by_name = dict(zip(program.outputs, outputs, strict=True))
         ours = [by_name[name] for name in names]
         if returned is not None:

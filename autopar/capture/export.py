@@ -32,13 +32,17 @@ from autopar.capture.infer import states_of_lstms
 from autopar.capture.numbers import Numbers
 from autopar.capture.source import in_library, module_of
 from autopar.capture.state import State
+from autopar.capture.varying import Followed, refuse_kept
+from autopar.capture.varying import Numbers as NumbersGiven
 from autopar.capture.without_data import values
 from autopar.errors import CaptureError, NoLoss, OtherGradients
-from autopar.run.outputs import Returned, as_tensor, check_seen, dicts_given, found_in, taken_apart, written_into
+from autopar.run.outputs import Returned, check_seen, dicts_given, found_in, taken_apart, written_into
+from autopar.run.varying import NONE as NONE_VARIES
+from autopar.run.varying import Varied, as_tensor
 
 __all__ = [
-    "FAILURES", "HOOK", "PREFIX", "End", "Step", "as_exported", "each_output", "export", "left_at", "loss_of", "objective_of",
-    "own_gradients", "quiet",
+    "FAILURES", "HOOK", "PREFIX", "End", "Step", "as_exported", "each_output", "export", "left_at", "loss_of", "number_name",
+    "objective_of", "own_gradients", "quiet",
 ]  # fmt: skip
 
 HOOK = "the hook "  # begins the name of one
@@ -52,7 +56,8 @@ class End:
     """How a traced call ended. state: what the model held. returns: what it returned, in words; "" for what is the loss. returned: its
     structure, where its tensors are outputs too. around_loss: its structure where they are not; None if that is not known. answers: what
     it asked of the model's state. shows: a line that prints or logs a tensor; "" if there is none. numbers: the places at which it left a
-    number that is made of a tensor. modes: the modules whose training mode it set to another."""
+    number that is made of a tensor. modes: the modules whose training mode it set to another. varied: the numbers that it took as
+    inputs."""
 
     state: State
     returns: str
@@ -62,6 +67,7 @@ class End:
     numbers: frozenset[str] = frozenset()
     modes: tuple[tuple[nn.Module, bool], ...] = ()
     around_loss: Returned | None = None
+    varied: Varied = NONE_VARIES
 
 
 class Step(nn.Module):
@@ -76,12 +82,13 @@ class Step(nn.Module):
     def __init__(
         self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State, ends: list[End],
         *, ask: Ask, attributes: Attributes, outputs: bool | None = False, hidden: Hidden | None = None, answers: bool = True,
-        sizes: bool = True, leaves: Sequence[str] = (), inputs: Any = ((), {}), numbers: bool = False,
+        sizes: bool = True, leaves: Sequence[str] = (), inputs: Any = ((), {}), numbers: bool = False, varying: NumbersGiven | None = None,
     ) -> None:  # fmt: skip
         """start: what the model holds now. ends: takes how each call ends (torch.export sets attributes of modules back). ask: as of
         AtTheBorder. attributes: of the model's tensors. hidden: what is hidden of the model while it is exported. answers: what its state
         alone decides is told; sizes: also where it is a size. leaves: the places at which a call leaves a tensor, or a number of one, that
-        is one of its outputs too. inputs: those of the call, with their values. numbers: those that they alone decide are told."""
+        is one of its outputs too. inputs: those of the call, with their values. numbers: those that they alone decide are told. varying:
+        numbers that are inputs of the program: buffers of this module, `number_name` each."""
         super().__init__()
         hidden = hidden or Hidden(())
         self.model = model
@@ -89,7 +96,9 @@ class Step(nn.Module):
         real: dict[Leaf, torch.Tensor] = dict((*model.named_parameters(), *model.named_buffers(), *given_by(inputs).items()))
         real |= values()
         self.tape = tape = Tape(real if answers else {}, sizes=sizes, numbers=numbers)
-        self.border = AtTheBorder({id(p): name for name, p in model.named_parameters()}, ask, tape)
+        self.border = AtTheBorder({id(p): name for name, p in model.named_parameters()}, ask, tape, varies=bool(varying))
+        for place, value in enumerate(varying.values() if varying else ()):
+            self.register_buffer(number_name(place), as_tensor(value), persistent=False)
 
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -101,8 +110,15 @@ class Step(nn.Module):
                 registries = Registries(model)
                 tape.begin(model, (args, kwargs))
                 given = dicts_given(args, kwargs)
+            varies: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            followed: Followed | None = None
+            if varying:
+                with torch._C.DisableTorchFunction():
+                    followed = Followed(varying, [self.get_buffer(number_name(place)) for place in range(len(varying.leaves))])
+                    args, kwargs = followed.given(args, kwargs)
+                    given, varies = dicts_given(args, kwargs), followed.standing()
             try:
-                with attributes.told(), hidden.watched(), traced_as_kept(), self.border, as_called((args, kwargs)) as said:
+                with attributes.told(), hidden.watched(), traced_as_kept(), self.border, varies, as_called((args, kwargs)) as said:
                     output = model(*args, **kwargs)
                     left = left_at(leaves, model, loss, start, self.border.numbers)
                     result, own = objective_of(output, loss, outputs, left)
@@ -125,9 +141,12 @@ class Step(nn.Module):
                             like = tuple((_known_shape(x), x.dtype) for x in inside)
                             around_loss = replace(around_loss, names=tuple(map(str, range(len(inside)))), like=like)
                     shows = self.border.shows if said else ""
+                    varied = followed.ended() if followed is not None else NONE_VARIES
                     end = State.take(model, loss, start)
+                    if followed is not None:
+                        refuse_kept(output, end)
                     numbers = frozenset(path for path, leaf in end.leaves.items() if self.border.numbers.follows(_number(leaf)))
-                    ends.append(End(end, returns, returned, tape.answers(), shows, numbers, registries.modes(), around_loss))
+                    ends.append(End(end, returns, returned, tape.answers(), shows, numbers, registries.modes(), around_loss, varied))
                     assigned = registries.assigned()
                     kept = (result, *others, *left, *(a.new for a in assigned), *end.tensors.values())
                     tape.use(kept, "the end of the forward")
@@ -149,6 +168,11 @@ class Step(nn.Module):
                     f"can be differentiated\n  at {line}\n  what to do: let the input require a gradient before the call "
                     f"(x = x.requires_grad_()), and differentiate by that"
                 )
+
+
+def number_name(place: int) -> str:
+    """The name of the buffer of a Step that is a number that varies, by its place among them."""
+    return f"number_{place}"
 
 
 def _known_shape(x: torch.Tensor) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from autopar.capture.kept_numbers import is_only_kept
 from autopar.capture.known import with_known_values
 from autopar.capture.numbers import Numbers
 from autopar.capture.source import in_library, running_line
+from autopar.capture.varying import in_torch
 from autopar.capture.written_out import WRITTEN_OUT
 from autopar.errors import BufferMade, CaptureError
 from autopar.run.alone import is_collective
@@ -181,10 +182,11 @@ class AtTheBorder(TorchFunctionMode):
     lines that did.
     """
 
-    def __init__(self, names: Mapping[int, str], ask: Ask, tape: Tape) -> None:
+    def __init__(self, names: Mapping[int, str], ask: Ask, tape: Tape, *, varies: bool = False) -> None:
         """names: of the model's parameters, by id. ask: has a program ask for a value in every step. tape: tells what the state alone
-        decides."""
+        decides. varies: numbers are inputs of the program."""
         super().__init__()
+        self._varies = varies
         self._names, self._ask, self._tape = names, ask, tape
         self.differentiates = self.shows = ""
         self.asked: list[tuple[str, torch.Tensor]] = []
@@ -196,6 +198,8 @@ class AtTheBorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._varies:
+            func, args, kwargs = in_torch(func, args, kwargs)
         if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
             self.shows = running_line()
         if func is torch.autograd.grad:

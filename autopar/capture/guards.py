@@ -23,7 +23,7 @@ from torch import nn
 from autopar.capture.answers import NONE, Answers, Given, Whole
 from autopar.capture.attributes import Asked
 from autopar.capture.by_value import by_value, mark_of
-from autopar.capture.held import ABSENT, EMPTY, KEPT, LEFT_OUT, Held, Opaque, Taken, child, keys_of, order_of, same, value_of
+from autopar.capture.held import ABSENT, EMPTY, KEPT, LEFT_OUT, Held, Opaque, Taken, child, keys_of, order_of, places, same, value_of
 from autopar.capture.left import Left, is_read
 from autopar.capture.reach import compares_objects
 from autopar.capture.said import Sayings
@@ -32,6 +32,8 @@ from autopar.capture.walk import REGISTRIES, TABLES, WATCHED_HOOKS
 from autopar.run.asked import NAMES
 from autopar.run.grad_mode import GradMode, as_called
 from autopar.run.left_out import LeftOut
+from autopar.run.varying import NONE as NONE_VARIES
+from autopar.run.varying import AsPlaced, Varied
 
 __all__ = ["Guards"]
 
@@ -45,7 +47,8 @@ _UNWATCHED = TABLES | {"training"}
 
 class Guards:
     """The picture of a model and its loss at the moment of capture. asks: whether their code may ask which inputs are one tensor, and the
-    names of what it may ask of each (`run.asked`)."""
+    names of what it may ask of each (`run.asked`). varied: the numbers that the program takes as inputs. moved: where only numbers have
+    changed when `changed` was asked last, their places."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, state: State) -> None:
         self._model, self._loss, self._state = model, loss, state
@@ -56,6 +59,8 @@ class Guards:
         self._modes_set: tuple[tuple[nn.Module, bool], ...] = ()
         self._left: Left | None = None
         self._sayings = Sayings()
+        self.varied = NONE_VARIES
+        self.moved: frozenset[str] = frozenset()
         self._modules = list(model.modules())
         asked = state.reached.names | state.reached.asked | {"get_default_dtype"}
         self._answers = [(ask, ask()) for name, ask in _SETTINGS.items() if name in asked]
@@ -81,6 +86,12 @@ class Guards:
         self._ignored |= {*written, *anything}
         self._settled |= {c.path: c for c in settled if c.path not in anything}
         self._left = left
+        self._index(self._state)
+
+    def vary(self, varied: Varied) -> None:
+        """Numbers that the program takes as inputs: what stands there is no change by itself."""
+        self.varied = varied
+        self._ignored |= {leaf.place.path for leaf in varied.leaves if leaf.place is not None}
         self._index(self._state)
 
     def read(self, attributes: tuple[Asked, ...]) -> None:
@@ -162,15 +173,18 @@ class Guards:
             if (now := ask()) != before:
                 name = f"{ask.__module__.partition('.')[0]}.{ask.__name__}()"
                 return f"{name}, on which what its forward computes may depend: from {before} to {now}"
+        self.moved = frozenset()
         if self._same_objects():
             return None
         later = State.take(self._model, self._loss, self._state)
         found = [change for change in self._state.changes(later) if self._counts(change)]
+        if all(type(change.before) in (int, float) and type(change.after) is type(change.before) for change in found):
+            self.moved = frozenset(change.path for change in found)
         if not found:  # equal values, in other objects
             self._index(later)
             if self._left is not None:
                 self._left.follow(later)
-            return None
+            return self._numbers_stand(later)
         more = f" and {len(found) - _SAID} more" if len(found) > _SAID else ""
         return "; ".join(map(str, found[:_SAID])) + more
 
@@ -178,6 +192,16 @@ class Guards:
     def _answers_changed(self, whole: Whole | None, given: Given | None) -> str | None:
         asked = self._told
         return asked.changed_of(self._model) if whole is None else asked.changed(whole, given)
+
+    def _numbers_stand(self, later: State) -> str | None:
+        """The numbers that the program takes as inputs are where they stand now. What of them is gone, in words; None if nothing is."""
+        if not self.varied.of_all.places:
+            return None
+        now: dict[str, AsPlaced] = {place.path: place for _, place in places(later.held)}
+        if gone := sorted(self.varied.of_all.places - now.keys()):
+            return f"{gone[0]}, which is there no more"
+        self.varied = self.varied.where(now)
+        return None
 
     def _counts(self, change: Change) -> bool:
         if change.after is LEFT_OUT or (isinstance(change.before, Taken) and isinstance(change.after, Taken)):

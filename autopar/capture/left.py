@@ -118,13 +118,14 @@ def _alike(a: Any, b: Any) -> bool:
 
 def left_by(
     start: State, first: State, written: Sequence[str], traced: Iterable[Change], counts: Sequence[Count], appended: frozenset[str],
-    *, once: frozenset[str],
+    *, once: frozenset[str], moved: frozenset[str] = frozenset(),
 ) -> Left:  # fmt: skip
     """start, first: before and after a call of the original. written: the paths at which each call leaves a tensor of its own. traced:
     what the trace of a call changed: a number that is another there is computed from values of the inputs. counts: to which it adds.
-    appended: the paths of lists to which it appends. once: what the first call changes, and later ones keep. Where it registers hooks, none
-    of this is left: the hooks are not, and it may say that they are there."""
-    comparison = _Comparison(start, first, written, {c.path: c.after for c in traced}, frozenset(c.path for c in counts))
+    appended: the paths of lists to which it appends. once: what the first call changes, and later ones keep. moved: where it leaves numbers
+    that follow from numbers, as the program has them. Where it registers hooks, none of this is left: the hooks are not, and it may say
+    that they are there."""
+    comparison = _Comparison(start, first, written, {c.path: c.after for c in traced}, moved | {c.path for c in counts})
     if any(path.rpartition(".")[2] in WATCHED_HOOKS for path in once):
         comparison.stays(once)
     held = tuple(comparison.held())

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.run.outputs import MadeOf, Returned, as_tensor
+from autopar.run.outputs import MadeOf, Returned
+from autopar.run.varying import as_tensor
 
 __all__ = ["NUMBERS", "Numbers", "numbers_like"]
 

@@ -59,19 +59,29 @@ from autopar.capture.said import sayings_of
 from autopar.capture.shaped import as_a_call_leaves_it
 from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten, leaf_path
+from autopar.capture.varying import Numbers
 from autopar.capture.without_data import on_meta
 from autopar.collector import held_back
-from autopar.errors import BufferMade, CaptureError, DependsOnValues, NoLoss, OtherGradients, SparseGradients
+from autopar.errors import (
+    BufferMade,
+    CaptureError,
+    DependsOnValues,
+    NoLoss,
+    NumbersChange,
+    OtherGradients,
+    SparseGradients,
+)
 from autopar.ir import Buffer, Input, Param, Program, refs
 from autopar.run.asked import OF_GRADIENTS
 from autopar.run.autocast import Autocast
 from autopar.run.checkpointed import functions_called
 from autopar.run.grad_mode import buffers_without_gradients
-from autopar.run.inputs import Arguments, arguments_of, check_attributes, given_as
+from autopar.run.inputs import Arguments, arguments_of, check_attributes, given_as, positional_names
 from autopar.run.key_values import without_key_value_cache
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.region import REGION, Applied, Region
+from autopar.run.varying import NO_NUMBERS, Varying
 
 __all__ = ["Captured", "capture"]
 
@@ -120,6 +130,7 @@ def capture(
     sizes: bool = True,
     data: bool = True,
     beside: Callable[[Arguments], Captured] | None = None,
+    varying: Varying = NO_NUMBERS,
 ) -> Captured:
     """The model's forward pass to its scalar loss as a Program, in the model's present mode (train or eval).
 
@@ -133,12 +144,14 @@ def capture(
     calls write to: buffers, like those that this call writes to. trains: the loss must require a gradient; else, as in a call under
     torch.no_grad() that uses what is frozen alone, it may do without. sizes: the values of buffers may decide sizes (`h[:, self.mask]`),
     for which the program holds then; else what they decide runs as it is written. data: without it the model is captured as if all of it
-    were on the meta device. beside: gives of inputs another program of the model, which is compared too. The model is left as it was.
+    were on the meta device. beside: gives of inputs another program of the model, which is compared too. varying: numbers
+    that the program takes as inputs; those that each call changes are among them in any case. The model is left as it was.
     Raises CaptureError with the line of the model's source and what to do, NoLoss if there is no loss.
     """
     arguments = arguments_of(example_inputs)
     with sparse_buffers_aside(model), on_meta(model, arguments, any_model=not data) as of, buffers_without_gradients(model):
         how: dict[str, Any] = {"outputs": outputs, "dtype": dtype, "written": written, "trains": trains, "sizes": sizes, "beside": beside}
+        how["varying"] = varying
         found = with_what_is_imported(
             lambda: _captured_and_checked(model, _beside(model, arguments), check, loss=loss, asked_of=given_as(example_inputs), **how)
         )
@@ -146,20 +159,23 @@ def capture(
 
 
 def _captured_and_checked(
-    model: nn.Module, example: Inputs, check: bool, *, loss: Callable[[Any], torch.Tensor] | None, dtype: torch.dtype | None, **how: Any,
-) -> Captured:
+    model: nn.Module, example: Inputs, check: bool, *, loss: Callable[[Any], torch.Tensor] | None, dtype: torch.dtype | None,
+    varying: Varying, **how: Any,
+) -> Captured:  # fmt: skip
     """example: where the model lies. how: as in `capture`, and as of `_captured`."""
+    changing = set(varying.places)
 
     def at_once(example: Inputs, **more: Any) -> Captured:
         with as_not_traced() as traced:
             try:
-                return _captured(model, example, loss, dtype=dtype, **how, **more)
-            except (Appended, BufferMade, NoLoss, OtherGradients, SparseGradients):
+                return _captured(model, example, loss, dtype=dtype, varying=varying._replace(places=frozenset(changing)), **how, **more)
+            except (Appended, BufferMade, NoLoss, NumbersChange, OtherGradients, SparseGradients):
                 raise
             except CaptureError:
                 if not traced.asked:
                     raise
-        return _captured(model, example, loss, dtype=dtype, **how, **more)  # what it does where it is traced
+        now = varying._replace(places=frozenset(changing))
+        return _captured(model, example, loss, dtype=dtype, varying=now, **how, **more)  # what it does where it is traced
 
     appended: list[list[Any]] = []
 
@@ -170,6 +186,17 @@ def _captured_and_checked(
         except Appended as error:
             appended.extend(error.lists)
             return once(example, **more)
+        except NumbersChange as error:
+            before, new = set(changing), set(error.places) - changing
+            if not new:
+                raise
+            changing.update(new)
+            try:
+                return once(example, **more)
+            except CaptureError as other:
+                changing.clear()
+                changing.update(before)
+                raise error from other
         except BufferMade as error:
             begun = functools.partial(once, example, **more)
             return as_a_call_leaves_it(model, loss, inputs_in(dtype, example), begun, dtype=dtype, error=error)
@@ -211,12 +238,12 @@ def _captured(
     model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, most: float, outputs: bool | None,
     dtype: torch.dtype | None, written: Collection[str], trains: bool, sizes: bool, as_written: OwnGradients | None = None,
     places: tuple[str, ...] = (), beside: Callable[[Arguments], Captured] | None = None, asked_of: Inputs,
-    appended: tuple[list[Any], ...] = (),
+    appended: tuple[list[Any], ...] = (), varying: Varying = NO_NUMBERS,
 ) -> Captured:  # fmt: skip
     """What `capture` gives. most: how much work a pass may be that is compared with the model; 0: none is, TooMuchWork if it is more.
     as_written: what runs as it is written. places: those of which the program gives the tensors that a call leaves there; without them,
     those that it could give are in `given`. beside: as of `capture`. asked_of: the example as the user gave it. appended: lists to which
-    calls append, and which are empty."""
+    calls append, and which are empty. varying: as of `capture`."""
     args, kwargs = example
     check_inputs(model, example)
     infer = Inference()
@@ -236,7 +263,10 @@ def _captured(
         with held_back():
             start = State.take(model, loss, before)
             checkpointed = functions_called()
-            found, trace = _traced(model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places, sizes=sizes)
+            numbers = Numbers(varying, inputs, positional_names(model), start)
+            found, trace = _traced(
+                model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places, sizes=sizes, varying=numbers
+            )
             checkpointed = functions_called() - checkpointed
             trace, mutations = functionalize(with_casts(trace, infer), infer, written)
             trace, mutations = in_one_order(trace, mutations)
@@ -275,6 +305,7 @@ def _captured(
                 raise OtherGradients(f"{function} has another backward than autograd's in the forward of {program.name}")
         scales = SCALES if found.own_gradients else ()
         outside: dict[str, Any] = {"outputs": found.returned is not None, "frozen": frozen, "leaves": places, "appended": appended}
+        outside["varying"] = numbers
         watched = functools.partial(observed, model, loss, inputs, start, found, compared, **outside)
         calls = watched(scales=scales)
         again = functools.partial(watched, reseed=False)
@@ -304,6 +335,7 @@ def _captured(
         program = program.replace(notes=(*program.notes, f"the forward leaves tensors in {listed}; the parallel module does not"))
     guards.read(found.attributes)
     guards.set_modes(found.modes)
+    guards.vary(found.varied)
     if calls is not None:
         guards.follow((*left, *calls.counted), calls.settled, calls.left)
         guards.said(sayings_of(program, found.shows, () if calls is None else calls.said))
@@ -389,7 +421,7 @@ def _given(name: str, found: TracedCall, left: Collection[str], calls: Calls | N
 
 def _traced(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, *, outputs: bool | None,
-    as_written: OwnGradients | None, leaves: tuple[str, ...] = (), sizes: bool = True,
+    as_written: OwnGradients | None, leaves: tuple[str, ...] = (), sizes: bool = True, varying: Numbers,
 ) -> tuple[TracedCall, Trace]:  # fmt: skip
     """The trace, in which the smallest submodules around what cannot be exported are one operator each, and those of `as_written`; where
     there is none, the operators whose sizes depend on values; and else the program holds for what inputs have decided."""
@@ -399,7 +431,7 @@ def _traced(
             raise OtherGradients(f"cannot capture {type(model).__name__} with gradients that it asks for itself{as_written.remedy}")
     elif as_written is not None:
         regions.include_all(as_written)
-    else:
+    elif not varying:
         again = repeated(model, loss, inputs, start, outputs=outputs)
         for hides in (True, False) if again.same and not leaves else ():
             with contextlib.suppress(CaptureError, NotRepeated, Seen):  # which the trace of every call explains
@@ -409,14 +441,20 @@ def _traced(
     while True:
         try:
             with regions.standing_in() as applied:
-                found = traced(model, loss, copied(inputs), start, outputs=outputs, sizes=sizes, leaves=leaves, numbers=numbers)
+                found = traced(
+                    model, loss, copied(inputs), start, outputs=outputs, sizes=sizes, leaves=leaves, numbers=numbers, varying=varying
+                )
             labels_in_rows(found.exported.graph_module)
-            trace = flatten(model, found.exported, start, regions)
+            trace = flatten(model, found.exported, start, regions, varying=varying)
+            if varying and any(isinstance(x, Region) for x in dict[str, Any](trace.tensors).values()):
+                raise CaptureError(f"some of {type(model).__name__} runs as it is written, and reads numbers itself")
             first = None  # whose traceback holds this frame, and tensors
             return found, trace
-        except (BufferMade, NoLoss, OtherGradients, SparseGradients):
+        except (BufferMade, NoLoss, NumbersChange, OtherGradients, SparseGradients):
             raise
         except CaptureError as error:
+            if varying:
+                raise
             first = first or error
             if regions.include_functions(applied, error) or regions.include(error):
                 continue

@@ -15,7 +15,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from autopar.capture.effects import operand_returned, packet
-from autopar.capture.export import PREFIX
+from autopar.capture.export import PREFIX, number_name
 from autopar.capture.follow import storage_of
 from autopar.capture.hooked import Call
 from autopar.capture.infer import Meta, meta_of
@@ -24,12 +24,14 @@ from autopar.capture.memory import OfParameters
 from autopar.capture.regions import HOOK, Regions, is_static
 from autopar.capture.source import source_line
 from autopar.capture.state import State
+from autopar.capture.varying import Numbers
 from autopar.errors import CaptureError, DependsOnValues, SparseGradients
 from autopar.ir import Arg, Buffer, Input, Op, Param, Ref
 from autopar.run.autocast import Autocast
 from autopar.run.condition import Condition
 from autopar.run.objects import key_name
 from autopar.run.region import REGION, Terms, within
+from autopar.run.varying import NUMBERS
 
 __all__ = ["Names", "Trace", "Traced", "flatten", "leaf_path"]
 
@@ -101,11 +103,13 @@ class Trace:
 
 
 def flatten(
-    model: nn.Module, exported: ExportedProgram, start: State, regions: Regions, stand_ins: StandIns | None = None
-) -> Trace:
+    model: nn.Module, exported: ExportedProgram, start: State, regions: Regions, stand_ins: StandIns | None = None,
+    varying: Numbers | None = None,
+) -> Trace:  # fmt: skip
     """The trace of an exported Step of the model. start: what the model held when it was traced. stand_ins: of calls that are one
-    operator each in the export; raises NotRepeated if one of them cannot be made from the call that stands for it."""
-    return _Flattener(model, exported, start, regions, stand_ins).run()
+    operator each in the export; raises NotRepeated if one of them cannot be made from the call that stands for it.
+    varying: the numbers that are inputs of the program."""
+    return _Flattener(model, exported, start, regions, stand_ins, varying).run()
 
 
 class _Symbolic:
@@ -125,8 +129,11 @@ class _Symbolic:
 
 class _Flattener:
     def __init__(
-        self, model: nn.Module, exported: ExportedProgram, start: State, regions: Regions, stand_ins: StandIns | None
-    ) -> None:
+        self, model: nn.Module, exported: ExportedProgram, start: State, regions: Regions, stand_ins: StandIns | None,
+        varying: Numbers | None,
+    ) -> None:  # fmt: skip
+        self.varied = varying.leaves if varying is not None else ()
+        self.arguments = varying.paths if varying is not None else {}
         self.model, self.exported, self.regions = model, exported, regions
         self.instances = Instances(stand_ins, self) if stand_ins is not None else None
         self.outside = {storage_of(tensor): path for path, tensor in start.tensors.items() if tensor.layout == torch.strided}
@@ -196,18 +203,26 @@ class _Flattener:
         given = {leaf_path(path): leaf for path, leaf in pytree.tree_leaves_with_path(self.exported.example_inputs)}
         placeholders = [n for n in self.exported.graph.nodes if n.op == "placeholder"]
         constants = self.exported.constants
+        numbers = {number_name(place): place for place in range(len(self.varied))}
         for node, spec in zip(placeholders, self.exported.graph_signature.input_specs, strict=True):
             fqn = (spec.target or "").removeprefix(f"{PREFIX}.")
             if spec.kind is InputKind.USER_INPUT:
                 path = next(paths)
                 if isinstance(spec.arg, ConstantArgument):
                     env[node] = spec.arg.value
+                    if path in self.arguments:
+                        continue
                     self.constant_inputs.append((path, self._arg(spec.arg.value)))
                     continue
                 value = self.names.fresh(node.name)
                 example = given.get(path, node.meta["val"])  # on the meta device the graph's own may want gradients that nobody asked for
                 self.metas[value] = meta_of(node.meta["val"], example.requires_grad)
                 self.inputs.append(Input(value=value, path=path))
+            elif spec.target in numbers:
+                place = numbers[spec.target]
+                value = self.names.fresh(f"n_{self.varied[place].name}")
+                self.metas[value] = meta_of(node.meta["val"], False)
+                self.inputs.append(Input(value=value, path=(NUMBERS, place)))
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and fqn in self.value_of_fqn:
                 value = self.value_of_fqn[fqn]
             elif spec.kind is InputKind.CONSTANT_TENSOR and isinstance(constants.get(spec.target), torch.Tensor):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 
 from autopar.axes import BATCH, TIME
 from autopar.capture.effects import changed_in_place
@@ -26,16 +24,7 @@ from autopar.run.region import REGION
 from cost_models.recipe import AUTOPAR
 from cost_models.rests import WHOLE, rest_of
 
-__all__ = ["make_manifest", "positional_names"]
-
-
-def positional_names(model: nn.Module) -> tuple[str, ...]:
-    """The names of the positional parameters of a model's forward, in order. None where it takes any number of them (*args)."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
-    found = inspect.signature(model.forward).parameters.values()
-    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in found):
-        return ()
-    return tuple(p.name for p in found if p.kind in kinds)
+__all__ = ["make_manifest"]
 
 
 def _read_for(program: Program, wanted: set[str]) -> set[str]:

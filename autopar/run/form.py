@@ -24,6 +24,7 @@ from autopar.run.region import Region
 from autopar.run.schedule import Made, OpenRun, OpenStage, Pipeline, accumulate, at_once, keywords
 from autopar.run.slices import local_slice
 from autopar.run.stage import Stage
+from autopar.run.varying import NONE, Varied
 from autopar.run.weights import Step
 
 __all__ = ["Anew", "Emitted", "Form", "Guards"]
@@ -41,7 +42,11 @@ class Emitted(Protocol):
 
 class Guards(Protocol):
     """What capture has frozen of the user's program, and what its forward leaves behind. asks: whether its code may ask which inputs are
-    one tensor, and the names of what it may ask of each (`run.asked`)."""
+    one tensor, and the names of what it may ask of each (`run.asked`). varied: the numbers that the program takes as inputs. moved: the
+    places of numbers, if only such have changed when `changed` was asked last."""
+
+    varied: Varied
+    moved: frozenset[str]
 
     @property
     def asks(self) -> tuple[bool, frozenset[str]]: ...
@@ -139,6 +144,11 @@ class Form:
                 with torch.no_grad():
                     here = buffer(name)
                     here.copy_(comm.broadcast_(here.contiguous(), writer, axis))
+
+    @property
+    def varied(self) -> Varied:
+        """The numbers that are inputs of the program."""
+        return NONE if self.guards is None else self.guards.varied
 
     @property
     def open(self) -> bool:

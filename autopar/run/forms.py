@@ -10,7 +10,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,13 +25,14 @@ from autopar.run.inputs import Path, Shapes, Structure, arguments_of, as_example
 from autopar.run.lies import Lies
 from autopar.run.manifest import Manifest
 from autopar.run.region import regions_of
+from autopar.run.varying import AsPlaced, Number, Varying
 
 __all__ = ["Another", "Call", "Forms"]
 
 # The mode of each module, what autocast is on, each input's shape or its value, how they are put together, and which parameters train
 # otherwise than planned; and what is asked for beyond what it was compiled for.
 Key = tuple[bytes, tuple[Autocast, ...], Shapes, Structure, tuple[str, ...], str]
-Another = Callable[[Any, str, str], Anew]
+Another = Callable[[Any, str, str, Varying], Anew]
 FORMS = 64  # that a module keeps: each holds a captured program
 MANY = 16  # of which its user hears: it is some value that changes at every step, or sequences of every length
 
@@ -42,7 +43,8 @@ class Call:
     its submodules, whether it trains. otherwise: the parameters that require a gradient and did not when the model was compiled, or do
     not and did, if that may matter. compared: all ranks compare how they are called. outputs: 'all' where the original may compute what
     cannot run as planned. autocast: what is on around it. asked: of what the original returns, more than it was compiled for:
-    'all': all of it is computed; 'trained': and the user makes the loss of it."""
+    'all': all of it is computed; 'trained': and the user makes the loss of it. stood: numbers that stood in attributes when it began, by
+    their places."""
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
@@ -53,17 +55,28 @@ class Call:
     outputs: str
     autocast: tuple[Autocast, ...]
     asked: str = ""
+    stood: dict[str, Any] = field(default_factory=dict)
 
     @property
     def training(self) -> bool:
         return bool(self.modes[0])
 
+    def numbers(self, form: Form) -> tuple[Number, ...]:
+        """Those that are inputs of what runs."""
+        argument = functools.partial(form.batch.argument, self.args, self.kwargs)
+        return form.varied.values(argument, self._stood) if form.varied.leaves else ()
+
+    def _stood(self, place: AsPlaced) -> Any:
+        if place.path not in self.stood:
+            self.stood[place.path] = place.now()
+        return self.stood[place.path]
+
 
 class Forms:
     """The forms of a module. first: as it was compiled, in these modes and under this autocast, with these example inputs (None: it is as
     if they were all apart). original: the user's model, if there is one. another: makes the form for other inputs or other modes, from
-    the inputs, from what has changed, in words, and from what is asked for, as of a call; None: there is no other than the first. whole:
-    collective, a parameter or buffer by its name."""
+    the inputs, from what has changed, in words, from what is asked for, as of a call, and from the numbers that calls have otherwise; None:
+    there is no other than the first. whole: collective, a parameter or buffer by its name."""
 
     def __init__(
         self, first: Form, *, modes: bytes, autocast: tuple[Autocast, ...], original: nn.Module | None, another: Another | None,
@@ -79,6 +92,8 @@ class Forms:
         self._seconds = 0.0  # that they took
         self._by_the_original: set[Key] = set()
         self._numbers: dict[Key, int] = {}
+        self._varying = first.varied.of_all  # numbers that calls have had otherwise than others, and which programs take as inputs
+        self._fixed = Varying()  # those of which it is another program for each
         self._signature: tuple[object, inspect.Signature] | None = None  # of a function
         self._is_structured = example is not None  # else it is not known of the first form
         beside: Shapes = ()
@@ -103,7 +118,7 @@ class Forms:
                 f"Unfreeze it before the model is compiled, and freeze what compile returned (requires_grad_(False)), which may be undone "
                 f"at any time"
             )
-        given = first.batch.shapes(call.args, call.kwargs) + self._asked_of(*call.given)
+        given = self._of_any_number(first.batch.shapes(call.args, call.kwargs)) + self._asked_of(*call.given)
         key = call.modes, (around := call.autocast), given, structure, call.otherwise, call.asked
         if mesh.talks:
             record.given(self._number(key))
@@ -114,11 +129,13 @@ class Forms:
                 "batch_size=...), or left out (drop_last=True)",
             )
         changed = None
+        moved = frozenset[str]()
         for place, form in enumerate(self._made.get(key, [])):
             if (changed := self.changed(form, call)) is None:
                 self._decides(key, again=False, place=place)
                 self._runs(form)
                 return form
+            moved = form.guards.moved if form.guards is not None else moved
         if self.another is not None:
             if key in self._by_the_original and not torch.is_grad_enabled():
                 self._decides(key, again=False)
@@ -126,8 +143,9 @@ class Forms:
             self._decides(key, again=True, why=changed or "it is called with other inputs or in another mode than before, or others train")
             inputs = as_example(*first.batch.whole(call.args, call.kwargs), given=call.given)
             start = time.perf_counter()
+            varying = self._varies(key, moved)
             try:
-                anew = self.another(inputs, changed or "", call.asked)
+                anew = self.another(inputs, changed or "", call.asked, varying)
             except (CaptureError, ValueError) as why:
                 if torch.is_grad_enabled() or call.asked:
                     raise
@@ -148,7 +166,8 @@ class Forms:
             self._captures, self._seconds = self._captures + 1, self._seconds + time.perf_counter() - start
             if self._captures == MANY and mesh.rank == 0:
                 warnings.warn(self._many(changed), stacklevel=2)
-            self._keep(key, form)
+            self._note(varying, form)
+            self._keep((*key[:2], self._of_any_number(given), *key[3:]), form)
             self._runs(form)
             return form
         if around != self.autocast:
@@ -167,7 +186,34 @@ class Forms:
 
     def changed(self, form: Form, call: Call) -> str | None:
         """Collective: what has changed since a call of what its form froze, in words."""
-        return form.guards.changed(self._whole, functools.partial(self._input, call, {})) if form.guards is not None else None
+        if form.guards is None:
+            return None
+        said = form.guards.changed(self._whole, functools.partial(self._input, call, {}))
+        return form.varied.changed(call.numbers(form)) if said is None and form.varied.leaves else said
+
+    def _of_any_number(self, given: Shapes) -> Shapes:
+        """The inputs of a call, without the values of those that programs take as inputs."""
+        arguments = self._varying.arguments
+        if not arguments:
+            return given
+        return tuple((path, _kind(what) if path in arguments and isinstance(what, str) else what) for path, what in given)
+
+    def _varies(self, key: Key, moved: frozenset[str]) -> Varying:
+        """The numbers that what is captured for a call takes as inputs: those that others had otherwise. moved: where numbers have changed
+        since the last one."""
+        apart = (numbers for other in self._made if (numbers := _numbers_apart(key, other)))
+        arguments = next(apart, frozenset[Path]())
+        return Varying(
+            self._varying.arguments | (arguments - self._fixed.arguments), self._varying.places | (moved - self._fixed.places)
+        )
+
+    def _note(self, varying: Varying, form: Form) -> None:
+        """varying: numbers that a form was to take as inputs. Those that it does not, or of which it asks what exactly they are, others
+        need not."""
+        taken, exactly = form.varied.of_all, form.varied.fixed
+        arguments, places = taken.arguments - exactly.arguments, taken.places - exactly.places
+        self._fixed = Varying(self._fixed.arguments | (varying.arguments - arguments), self._fixed.places | (varying.places - places))
+        self._varying = Varying(arguments, places)
 
     def _input(self, call: Call, known: dict[Path, Tensor], path: Path) -> Tensor:
         """Collective, where each rank is given its own part: an input of a call, of the global batch. known: those that were asked for."""
@@ -262,6 +308,25 @@ class Forms:
         specs = [spec for spec in manifest.buffers if spec.constant and not spec.region]
         found = ((spec, Lies(spec, mesh), full) for spec, full in state.distribute(specs, tensors, mesh, device))
         return {spec.name: lies.cut(full).clone() for spec, lies, full in found if lies.holds}
+
+
+def _numbers_apart(key: Key, other: Key) -> frozenset[Path]:
+    """The arguments in which two calls differ, if in nothing else but numbers of the same kinds."""
+    _, _, given, _, _, _ = key
+    _, _, before, _, _, _ = other
+    if (*key[:2], *key[3:]) != (*other[:2], *other[3:]) or [path for path, _ in given] != [path for path, _ in before]:
+        return frozenset()
+    differ = [(path, a, b) for (path, a), (_, b) in zip(given, before, strict=True) if a != b]
+    numbers = all(isinstance(a, str) and isinstance(b, str) and _kind(a) == _kind(b) in _KINDS for _, a, b in differ)
+    return frozenset(path for path, _, _ in differ) if numbers else frozenset()
+
+
+_KINDS = ("int", "float")
+
+
+def _kind(what: str) -> str:
+    """The type of an argument that is no tensor, of its words."""
+    return what.partition(" ")[0]
 
 
 def _shown(key: Key) -> str:

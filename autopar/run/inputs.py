@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.axes import BATCH, TIME, cut_order
@@ -26,11 +26,12 @@ from autopar.run.mesh import Mesh
 from autopar.run.objects import key_name, make_known, parts_of
 from autopar.run.part import is_part
 from autopar.run.slices import joined, local_slice
+from autopar.run.varying import NONE, NUMBERS, Number, Varied, as_tensor
 from autopar.run.wholes import whole_of
 
 __all__ = [
     "Arguments", "Batch", "Path", "Shapes", "Structure", "arguments_of", "as_example", "as_programs_take", "check_attributes", "given_as",
-    "micro_batch", "not_dense", "structure_of",
+    "micro_batch", "not_dense", "positional_names", "structure_of",
 ]  # fmt: skip
 
 Path = tuple[str | int, ...]
@@ -54,9 +55,9 @@ class Batch:
             (dtype_named(s.dtype), x.local_shape(s.shape, mesh.dp.size) if x is not None else s.shape, s.grad)
             for s, x in zip(manifest.inputs, layouts, strict=True)
         ]
-        paths = [self.named(spec.path) for spec in manifest.inputs]
+        paths = [() if spec.path[:1] == (NUMBERS,) else self.named(spec.path) for spec in manifest.inputs]
         values = [(path, _value(v)) for path, v in self._constants.items() if v is not None]
-        self.expected = _sorted([*zip(paths, shapes, strict=True), *values])
+        self.expected = _sorted([*(pair for pair in zip(paths, shapes, strict=True) if pair[0]), *values])
 
     def shapes(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Shapes:
         """The path of each leaf of a call, with the dtype and shape of a tensor (and whether it requires a gradient) or the value of
@@ -91,16 +92,23 @@ class Batch:
                 found += [(self.named(path), said) for said in said_of(leaf, asks)]
         return _sorted(found)
 
-    def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
-        """name of the input -> the tensor that the call gives for it.
+    def bind(
+        self, args: Sequence[object], kwargs: Mapping[str, object], varied: Varied = NONE, numbers: Sequence[Number] = ()
+    ) -> dict[str, Tensor]:
+        """name of the input -> the tensor that the call gives for it. varied: the numbers that are inputs; numbers: what they are.
 
         Raises TypeError (missing, unknown, not a tensor, wrong dtype) or ValueError (wrong shape or batch size, another
         constant than captured); each names the input.
         """
         found = {self.named(path): leaf for path, leaf in self._leaves(args, kwargs)}
+        for number in varied.leaves:
+            found.pop(number.argument, None)
         bound: dict[str, Tensor] = {}
         missing: list[str] = []
         for spec in self._manifest.inputs:
+            if spec.path[:1] == (NUMBERS,):
+                bound[spec.name] = as_tensor(numbers[int(spec.path[1])])
+                continue
             path = self.named(spec.path)
             if path in found:
                 bound[spec.name] = self._checked(spec, found.pop(path))
@@ -188,6 +196,10 @@ class Batch:
         """The tensors of a call, by their paths as `named` gives them."""
         return {self.named(path): leaf for path, leaf in self._leaves(args, kwargs) if isinstance(leaf, Tensor)}
 
+    def argument(self, args: Sequence[object], kwargs: Mapping[str, object], path: Path) -> object:
+        """The leaf of a call at a path as `named` gives it; None if there is none."""
+        return next((leaf for found, leaf in self._leaves(args, kwargs) if self.named(found) == path), None)
+
     def named(self, path: Path) -> Path:
         """A positional argument's path begins with the name of its parameter, where that is known."""
         first = path[0]
@@ -253,6 +265,15 @@ class Arguments:
     given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
 
+def positional_names(model: nn.Module) -> tuple[str, ...]:
+    """The names of the positional parameters of a model's forward, in order. None where it takes any number of them (*args)."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    found = inspect.signature(model.forward).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in found):
+        return ()
+    return tuple(p.name for p in found if p.kind in kinds)
+
+
 def as_example(args: tuple[Any, ...], kwargs: dict[str, Any], given: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> Arguments:
     """The arguments of a call as example inputs; detached where gradients are off. given: as of `Arguments`, by default these."""
     make_known((args, kwargs))
@@ -308,12 +329,12 @@ def _is_of_numpy(leaf: object) -> bool:
 
 def structure_of(bound: inspect.BoundArguments, reads: Callable[[str], bool]) -> Structure:
     """How the arguments of a call are put together, which code may ask beside the shapes of tensors: the kinds of containers, the order
-    of their keys, what is empty, and where None stands; of arguments by name, and not of those that are left to their defaults. reads:
-    whether the code reads a name, of the attributes that tensors and classes of objects have. Raises TypeError for such an attribute of a
-    tensor, which no trace keeps."""
+    of their keys, what is empty, and where None stands; of arguments by name, and not of those that are left to their defaults, nor of
+    numbers and strings. reads: whether the code reads a name, of the attributes that tensors and classes of objects have. Raises TypeError
+    for such an attribute of a tensor, which no trace keeps."""
     parameters = bound.signature.parameters
     given = sorted((name, value) for name, value in bound.arguments.items() if value is not parameters[name].default)
-    return tuple((name, _structure(value, reads)) for name, value in given)
+    return tuple((name, _structure(value, reads)) for name, value in given if not isinstance(value, str | float | int))
 
 
 def _structure(value: Any, reads: Callable[[str], bool]) -> Any:

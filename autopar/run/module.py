@@ -50,13 +50,14 @@ from autopar.run.stepping import close_steps, hook_optimizers
 from autopar.run.tree import REGISTRIES, Tree
 from autopar.run.twice import Twice
 from autopar.run.unread import Everything, Loss, Past, Unread, around, as_returned, left_at, once_more
+from autopar.run.varying import Varying
 from autopar.run.wanted import Wanted, kind_of
 from autopar.run.weights import Step, Weights
 from autopar.run.without_data import without_values
 
 __all__ = ["Emitted", "ParallelModule"]
 
-Another = Callable[["ParallelModule", Any, str, str], Anew]
+Another = Callable[["ParallelModule", Any, str, str, Varying], Anew]
 CHECKED = 3  # calls, of which all ranks compare what they were given
 
 
@@ -234,7 +235,8 @@ class ParallelModule(AsOriginal):
         mesh, tree = self.mesh, self._tree
         self.__dict__["_ran"] = form
         manifest = form.manifest
-        bound = form.batch.bind(call.args, call.kwargs)
+        numbers = call.numbers(form)
+        bound = form.batch.bind(call.args, call.kwargs, form.varied, numbers)
         tree.write(form.guards.written(tree.gathered) if form.guards is not None else {})
         if self._debug or form.calls < CHECKED:
             form.batch.check_equal(bound)
@@ -300,6 +302,7 @@ class ParallelModule(AsOriginal):
                 returned = as_returned(loss, self._returns, returned)
         if form.guards is not None:
             form.guards.leave(outputs, None if everything is None else functools.partial(left_at, everything))
+            form.varied.move(numbers)
         return returned
 
     def _may_be_read(self, form: Form) -> bool:

@@ -28,8 +28,9 @@ from autopar.run.mesh import Mesh
 from autopar.run.part import Parted
 from autopar.run.plain import plainly
 from autopar.run.slices import joined, local_slice
+from autopar.run.varying import as_tensor
 
-__all__ = ["Inner", "MadeOf", "Outputs", "Returned", "as_tensor", "check_seen", "dicts_given", "found_in", "taken_apart", "written_into"]
+__all__ = ["Inner", "MadeOf", "Outputs", "Returned", "check_seen", "dicts_given", "found_in", "taken_apart", "written_into"]
 
 
 _OF_ITS_CLASS = frozenset((Tensor.__deepcopy__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__repr__))  # they look for a subclass
@@ -258,11 +259,6 @@ class Returned:
             return loss if x is _LOSS else tensors[x.index] if isinstance(x, _Place) else x
 
         return pytree.tree_unflatten([leaf(x) for x in self.leaves], self.spec)
-
-
-def as_tensor(number: float) -> Tensor:
-    """A Python number, int or float, as a tensor of one element."""
-    return torch.tensor(number, dtype=torch.int64 if type(number) is int else torch.float64)
 
 
 def _is_constant(leaf: Any) -> bool:

@@ -289,7 +289,7 @@ def _once_more(past: Past, forms: Forms, begun: Begun, modes: bytes, why: str, t
     if changes := [name for name in form.reread if name not in past.before]:
         past.refuse(f"it has changed {changes[0]}, of which it computes")
     made: Made = []
-    bound = form.batch.bind(call.args, call.kwargs)
+    bound = form.batch.bind(call.args, call.kwargs, form.varied, call.numbers(form))
     rest = begun(form, bound, remembered.trainable, past.before)
     with torch.no_grad(), without(), buffers_kept():
         with remembered.run_again([*form.stages.values()], lambda: Weights(rest.step)), torch.no_grad():

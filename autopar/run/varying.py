@@ -1,0 +1,120 @@
+"""Numbers that calls of a model have otherwise than one another: arguments (`model(x, beta)`), and what stands in attributes, of the loop
+(`model.beta = 0.3`) or of the forward itself (`self.step += 1`). A program takes each as a tensor of one element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["NONE", "NO_NUMBERS", "NUMBERS", "AsPlaced", "Asked", "Leaf", "Number", "Path", "Varied", "Varying", "as_tensor"]
+
+Number = int | float
+Path = tuple[str | int, ...]
+NUMBERS = "numbers"  # begins the path of the input of a program that such a number is; behind it comes its place among them
+
+
+def as_tensor(number: Number) -> Tensor:
+    """A Python number as a tensor of one element, int64 or float64."""
+    return torch.tensor(number, dtype=torch.int64 if type(number) is int else torch.float64)
+
+
+class AsPlaced(Protocol):
+    """Where a number stands outside of the call."""
+
+    @property
+    def path(self) -> str: ...
+
+    def now(self) -> Any: ...
+
+    def put(self, value: object) -> None: ...
+
+
+class Varying(NamedTuple):
+    """arguments: by their paths, of which a positional one begins with the name of its parameter. places: of attributes, as the picture of
+    a model names them."""
+
+    arguments: frozenset[Path] = frozenset()
+    places: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.arguments or self.places)
+
+
+class Leaf(NamedTuple):
+    """One of these numbers, of which a program holds for any of a kind. name: for people. argument: its path, as of Varying. place: where
+    it stands, if it is no argument."""
+
+    name: str
+    kind: type[Number]
+    argument: Path = ()
+    place: AsPlaced | None = None
+
+
+class Asked(NamedTuple):
+    """What a forward asks of such numbers in Python, and was told: a program holds for that. text: for people. of: computes the answer of
+    all of them."""
+
+    text: str
+    of: Callable[[Sequence[Number]], object]
+    answer: object
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Varied:
+    """Those of a program. leaves: in the order of its inputs. asked: what its forward asked of them. moved: where it puts others, and what
+    computes these of them."""
+
+    leaves: tuple[Leaf, ...] = ()
+    asked: tuple[Asked, ...] = ()
+    moved: tuple[tuple[AsPlaced, Callable[[Sequence[Number]], Number]], ...] = ()
+
+    def values(self, argument: Callable[[Path], Any], at_call: Callable[[AsPlaced], Any]) -> tuple[Any, ...]:
+        """They, in a call. argument: one of the call's. at_call: what stood at a place when it began."""
+        return tuple(argument(x.argument) if x.place is None else at_call(x.place) for x in self.leaves)
+
+    def changed(self, values: Sequence[Any]) -> str | None:
+        """None if the program holds for these; else what differs, in words."""
+        for leaf, value in zip(self.leaves, values, strict=True):
+            if type(value) is not leaf.kind:
+                return f"{leaf.name} from a number ({leaf.kind.__name__}) to {value!r}"
+        for asked in self.asked:
+            try:
+                now = asked.of(values)
+            except ArithmeticError as error:
+                return f"{asked.text}, which its forward asks: from {asked.answer} to {error}"
+            if now != asked.answer and (now == now or asked.answer == asked.answer):
+                return f"{asked.text}, which its forward asks: from {asked.answer} to {now}"
+        return None
+
+    @property
+    def of_all(self) -> Varying:
+        return _varying(self.leaves)
+
+    @property
+    def fixed(self) -> Varying:
+        """Those of which the forward asks what exactly they are, so that it is another program for each."""
+        exactly = {asked.text for asked in self.asked if type(asked.answer) in (int, float)}
+        return _varying([x for x in self.leaves if x.name in exactly])
+
+    def where(self, places: Mapping[str, AsPlaced]) -> Varied:
+        """The same of numbers that stand at these places now, by their paths."""
+        leaves = tuple(x if x.place is None else x._replace(place=places[x.place.path]) for x in self.leaves)
+        return replace(self, leaves=leaves, moved=tuple((places[place.path], of) for place, of in self.moved))
+
+    def move(self, values: Sequence[Number]) -> None:
+        """After a call of these: the numbers that the forward leaves are there."""
+        for place, of in self.moved:
+            place.put(of(values))
+
+
+def _varying(leaves: Sequence[Leaf]) -> Varying:
+    return Varying(
+        frozenset(x.argument for x in leaves if x.place is None), frozenset(x.place.path for x in leaves if x.place is not None)
+    )
+
+
+NONE, NO_NUMBERS = Varied(), Varying()
