@@ -23,6 +23,7 @@ from autopar.planner.choices import Choices, Group, choices
 from autopar.planner.moments import batched_inputs
 from autopar.planner.partition import UNSOLVED
 from autopar.planner.problems import axis_problem
+from autopar.planner.search import AS_ONE_OF_MANY
 from autopar.planner.shard import Assignment, view_of
 from autopar.planner.solved import Solved, restricted
 from autopar.planner.space import Form, Mesh
@@ -292,14 +293,12 @@ def test_a_micro_batch_takes_the_assignment_of_a_whole_batch() -> None:
     whole, part = body(shared, 1), body(shared, 2)
     made = {x.value for x in part.leaves} - {x.value for x in whole.leaves}
     assert made and {op.name for op in part.ops} < {op.name for op in whole.ops}
-    of_whole = shared.on_axis("tp", mesh, whole, form)[0]
-    solved = shared.programs
-    of_part = shared.on_axis("tp", mesh, part, form)[0]
-    assert shared.programs == solved, "nothing was solved again"
+    of_whole = shared.on_axis("tp", mesh, whole, form).assignment
+    of_part = shared.on_axis("tp", mesh, part, form).assignment
     assert of_part.ops == {op.name: of_whole.ops[op.name] for op in part.ops}
     assert set(of_part.leaves) == {x.value for x in part.leaves} and all(of_part.leaves[v] == I for v in made)
     problem = alone.problem("tp", mesh, body(alone, 2), form)
-    own = alone.on_axis("tp", mesh, body(alone, 2), form)[0]
+    own = alone.on_axis("tp", mesh, body(alone, 2), form).assignment
     assert objective_of(problem, stated(problem, of_part)) == pytest.approx(objective_of(problem, stated(problem, own)), rel=0.01)
 
 
@@ -317,10 +316,8 @@ def test_a_micro_batch_whose_loss_is_another_operator_takes_the_rest(dp: int) ->
     named = {op.name: op.target for op in whole.ops}
     others = [op for op in part.ops if named.get(op.name) != op.target]
     assert others and all(not part.types[op.outputs[0] or ""].shape for op in others)
-    of_whole = store.on_axis("tp", mesh, whole, Form())[0]
-    solved = store.programs
-    of_part = store.on_axis("tp", mesh, part, Form())[0]
-    assert store.programs == solved, "nothing was solved again"
+    of_whole = store.on_axis("tp", mesh, whole, Form()).assignment
+    of_part = store.on_axis("tp", mesh, part, Form()).assignment
     lie = dict(of_part.leaves)
     for op in part.ops:
         s = of_part.ops[op.name]
@@ -330,6 +327,31 @@ def test_a_micro_batch_whose_loss_is_another_operator_takes_the_rest(dp: int) ->
         else:
             assert s == of_whole.ops[op.name]
         lie |= zip((o for o in op.outputs if o is not None), s.outputs, strict=True)
+
+
+SIZES = {"stack": (1, 2, 4, 8), "deep": (1, 2, 3, 4, 6, 12), "masked": (1, 2, 4, 8), "wide": (1, 2, 4, 12, 48)}
+
+
+@pytest.mark.parametrize("cluster", ["dgx-a100", "pcie-box", "cpu"])
+@pytest.mark.parametrize("name", SIZES)
+def test_every_size_of_micro_batch_has_an_assignment_that_is_the_best_for_it(name: str, cluster: str) -> None:
+    """Asked after others, whose assignments are tried first, within the gap of what it is asked alone; and no sample is cheaper in a
+    smaller one, in which choices are compared before they are priced."""
+    mesh, shared = Mesh(pp=1, dp=1, tp=2), Store(program=program_of(name), cluster=load_cluster(cluster), optimizer="adamw")
+    costs: dict[int, float] = {}
+    for count in SIZES[name]:
+        moments = shared.moments(1, count)
+        if isinstance(moments, str):
+            continue
+        problem = shared.problem("tp", mesh, moments.body, Form())
+        found = shared.on_axis("tp", mesh, moments.body)
+        alone = solve_axis(problem, gap=1e-4).outcome
+        size = moments.body.batch_size or 1
+        costs[size] = objective_of(problem, stated(problem, found.assignment))
+        assert costs[size] <= alone.objective * (1 + 5e-3) and found.outcome.bound <= alone.objective * (1 + 1e-6)
+    assert len(costs) > 1
+    for (small, cost), (large, other) in itertools.pairwise(sorted(costs.items())):
+        assert cost / small >= AS_ONE_OF_MANY * other / large
 
 
 def test_each_form_of_the_tensor_axis_has_an_assignment_of_its_own() -> None:
@@ -342,7 +364,7 @@ def test_each_form_of_the_tensor_axis_has_an_assignment_of_its_own() -> None:
     def assigned(where: Store, sequence: bool | None) -> Assignment:
         moments = where.moments(1, 1)
         assert not isinstance(moments, str)
-        return where.on_axis("tp", mesh, moments.body, Form(sequence=sequence))[0]
+        return where.on_axis("tp", mesh, moments.body, Form(sequence=sequence)).assignment
 
     shared = store()
     found = {sequence: assigned(shared, sequence) for sequence in (None, True, False)}

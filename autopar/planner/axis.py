@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -84,13 +85,24 @@ class AxisSolution:
     outcome: Outcome
 
 
-def solve_axis(problem: AxisProblem, *, gap: float = 1e-3, solver: AxisSolver | None = None) -> AxisSolution:
+def solve_axis(
+    problem: AxisProblem, *, gap: float = 1e-3, solver: AxisSolver | None = None, like: Iterable[Assignment] = ()
+) -> AxisSolution:  # fmt: skip
     """The best assignment, with its objective, bound and gap. Infeasible is raised only where leaves are restricted to layouts that no
     operator can read, or strategies to some that do not meet; else all-I is always a choice. Where the budget ends before the solver has
-    a solution, it is the answer, with the bound so far. solver: of the problem, where there is one that has solved nothing yet."""
+    a solution, it is the answer, with the bound so far. solver: of the problem, where there is one that has solved nothing yet. like:
+    assignments that may be the best; one that is, to the gap, is the answer."""
     solver = solver or AxisSolver(problem)
+    near = solver.best_of(like)
+    if near is not None and near.outcome.gap <= gap / 5:
+        return near
     try:
-        return solver.solve(gap=gap)
+        found = solver.solve(gap=gap)
+        if near is None or found.outcome.objective <= near.outcome.objective:
+            return found
+        bound = max(found.outcome.bound, near.outcome.bound)
+        better = dataclasses.replace(near.outcome, bound=bound, gap=max(0.0, 1.0 - bound / near.outcome.objective))
+        return AxisSolution(assignment=near.assignment, outcome=better)
     except OutOfBudget as e:
         chosen = {g: group.strategies[0] for g, group in problem.choices.groups.items()}
         objective = objective_of(problem, chosen.__getitem__)
@@ -130,6 +142,25 @@ class AxisSolver:
         solution = self._repeated.solve(held, gap=gap)
         chosen = {key: self.model.chosen(key, solution.values) for key in self.problem.choices.groups}
         return AxisSolution(assignment=_assigned(self.problem, chosen), outcome=solution.outcome)
+
+    def best_of(self, assignments: Iterable[Assignment]) -> AxisSolution | None:
+        """The best of these, with a bound from the program without the demand for whole numbers; None if none is one of the problem's."""
+        start, best = time.perf_counter(), None
+        for assignment in assignments:
+            chosen = stated(self.problem, assignment)
+            if all(chosen(key) in group.strategies for key, group in self.problem.choices.groups.items()):
+                objective = objective_of(self.problem, chosen)
+                if objective < (INFINITY if best is None else best[0]):
+                    best = objective, assignment
+        least = None if best is None else self._repeated.least()
+        if best is None or least is None:
+            return None
+        objective, assignment = best
+        outcome = Outcome(
+            objective=objective, bound=min(least, objective), gap=max(0.0, (objective - least) / objective) if objective else 0.0,
+            seconds=time.perf_counter() - start, solver="HiGHS", variables=len(self.linear.names), constraints=len(self.linear.rows),
+        )  # fmt: skip
+        return AxisSolution(assignment=assignment, outcome=outcome)
 
     def _columns(self, key: str) -> Iterator[tuple[int, Strategy]]:
         """Those that stand for the strategies of a group, if it has several."""

@@ -138,14 +138,16 @@ class Least:
             master_itemsize=recipe.master_itemsize, passes=recipe.optimizer_passes if OPTIMIZERS[optimizer] else 1.0,
         )  # fmt: skip
 
-    def step_s(self, choice: Choice, batch: int | None) -> float:
-        """Of a step of this many samples."""
-        return self._pipeline_s(choice, self._work_s(choice, batch)) + self._update_s(choice)
+    def step_s(self, choice: Choice, batch: int | None, work_s: float = 0.0) -> float:
+        """Of a step of this many samples. work_s: what a micro-batch takes through all stages at least, if more is known of that."""
+        return self._pipeline_s(choice, max(work_s, self._work_s(choice, batch))) + self._update_s(choice)
 
-    def with_exchange_s(self, choice: Choice, batch: int | None, exchange: Exchange, alike: frozenset[str]) -> float:
+    def with_exchange_s(
+        self, choice: Choice, batch: int | None, exchange: Exchange, alike: frozenset[str], work_s: float = 0.0
+    ) -> float:  # fmt: skip
         """The same, with what brings gradients together and parameters back. alike: parameters that all data-parallel ranks use for
         the same work: nothing is sent for them."""
-        work_s, taken, recipe = self._work_s(choice, batch), exchange.taken, self.recipe
+        work_s, taken, recipe = max(work_s, self._work_s(choice, batch)), exchange.taken, self.recipe
         params = self._exchanged(choice, alike)
         sent_s = exchange.scatter_s(params)  # in every pass
         if exchange.rest.gathered == "use":

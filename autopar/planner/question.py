@@ -221,14 +221,12 @@ class Question:
         return Draft(choice=choice, estimator=estimator, part=part, times=times, bound_s=bound_s)
 
     def exact(
-        self, choice: Choice, live: Live | None = None, ledgers: Ledgers | None = None, drafted: Estimator | None = None, *,
-        as_drafted: bool = False,
-    ) -> Candidate | None:  # fmt: skip
+        self, choice: Choice, live: Live | None = None, ledgers: Ledgers | None = None, drafted: Estimator | None = None
+    ) -> Candidate | None:
         """The choice as it will run, None if it does not fit. live, ledgers: with operators measured on this machine, and those that
-        were. drafted: what it was drafted with. as_drafted: with those strategies, not with those that were solved for its own
-        micro-batch."""
+        were. drafted: what it was drafted with."""
         mesh = choice.mesh
-        rank = self.known.whole(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.form, drafted=as_drafted)
+        rank = self.known.whole(mesh, choice.micro_batches, self.batch_size, self.recipe, choice.form)
         if ledgers is not None and not isinstance(rank, str):
             program, pricer = rank.program, self.known.pricer(mesh, self.recipe, live)
             key = mesh.over("batch"), rank.micro_batches, mesh.inner

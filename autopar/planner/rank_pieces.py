@@ -369,6 +369,14 @@ class RankPieces:
         """(forward, backward) of every piece and one micro-batch, with what is gathered for it."""
         return [self._seconds[k] for k in self.segments.order] if self.folded is None else self.folded.seconds()
 
+    def operators_s(self) -> float:
+        """Of all operators of one micro-batch, forward and backward, on a device that never waits for its host: however parameters
+        rest."""
+        if self.folded is not None:
+            return self.folded.operators_s()
+        of = [sum(c.forward_s + c.backward_s for c in self.rank.ledger.costs[x.span.start : x.span.stop]) for x in self.segments.segments]
+        return sum(of[k] for k in self.segments.order)
+
     @functools.cached_property
     def _seconds(self) -> list[tuple[float, float]]:
         """Of every segment; blocks that are alike once."""

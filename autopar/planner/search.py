@@ -1,6 +1,7 @@
 """Program x Cluster -> Plan: the choices in the order of what they could at best be, each priced only as far as it can still win.
 
     choice    the work divided by the GPUs, and the pipeline's bubble; what rests on a rank      bounds.Least
+    likeness  the work of a rank, by what larger micro-batches of it take                        Search._work_like_larger_s
     pieces    its rank's program priced, spread evenly over the stages                           Estimator.least_s
     memory    what of it must run again for ranks to fit, and what they bring together at the end   Estimator.least_of_stages
     stages    cut, and a mode for each piece, within memory; every term of a step priced         partition, Estimator.times
@@ -30,7 +31,7 @@ import itertools
 import math
 import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar.collector import held_back
@@ -48,7 +49,7 @@ from autopar.planner.shard import Assignment
 from autopar.planner.solver import Outcome
 from autopar.planner.space import Choice, Form, Mesh
 from autopar.planner.stage_account import Piece
-from autopar.planner.store import Store
+from autopar.planner.store import FASTEST, Store
 from autopar.planner.ties import Waiting, simplest
 from autopar.progress import found_so_far
 from cost_models.cluster import Cluster
@@ -59,6 +60,7 @@ __all__ = ["Search", "answered", "make_plan"]
 
 BUDGET = 4000  # choices whose stages are cut; a step over 1,000 GPUs has about 2,000
 WORTH = 1.004  # whatever is slower than the fastest draft by more waits behind it: that may come out so much slower as it will run
+AS_ONE_OF_MANY = 0.99  # of what a sample takes in a larger batch: tiles of products are better filled by some sizes than by others
 NEAR = 1e-4  # of a step: a draft that promises no more than that beside a plan is not priced as it will run
 MEASURED_CANDIDATES = 8  # the front-runners whose operators are measured, where times are measured at all
 
@@ -75,6 +77,7 @@ class _Entry:
     estimator: Estimator | None = field(compare=False, default=None)
     relaxed: bool = field(compare=False, default=False)
     exchanged: bool = field(compare=False, default=False)
+    work_s: float = field(compare=False, default=0.0)  # of a micro-batch, with which it was counted what the choice costs at least
     cut: bool = field(compare=False, default=False)
 
 
@@ -122,6 +125,7 @@ class Search(Question):
         said.refused |= dict.fromkeys(self.space.refused())
         self._numbers = numbers = itertools.count()
         self.unsure = set[Choice]()
+        self._work: dict[Hashable, dict[int, float]] = {}  # by the mesh, and the samples of a micro-batch: seconds of it
         self._forms: dict[Choice, list[_Entry]] = {}  # by the choice without its form: those of different assignments
         self._with_leaner = set[Choice]()
         queue: list[_Entry] = []
@@ -162,7 +166,7 @@ class Search(Question):
                 self._memory(entry, queue, hopeless)
             elif entry.estimator is not None:
                 self._stages(entry, queue, bounds)
-            elif not entry.exchanged:
+            elif not entry.exchanged or entry.work_s < self._work_like_larger_s(entry.choice):
                 self._exchange(entry, queue)
             else:
                 self._pieces(entry, queue, hopeless)
@@ -176,16 +180,19 @@ class Search(Question):
 
     def _exchange(self, entry: _Entry, queue: list[_Entry]) -> None:
         """What the choice costs at least with what its ranks exchange once a step, and where parameters are used. Its data axis says of
-        which."""
+        which. And with the work of a micro-batch, where a larger one is priced."""
         choice, entry.exchanged, several = entry.choice, True, entry.choice.mesh.over("batch") > 1
+        entry.work_s = work_s = self._work_like_larger_s(choice)
         alike = self.known.used_alike(choice.mesh, choice.micro_batches, self.batch_size) if several else None
         if alike is not None:
             exchange = Exchange(
                 rest=choice.rest, shard=choice.shard, micro_batches=choice.micro_batches,
                 pricer=self.known.pricer(choice.mesh, self.recipe), recipe=self.recipe,
             )  # fmt: skip
-            least_s = self.known.timed("bound", lambda: self._least.with_exchange_s(choice, self.batch_size, exchange, alike))
+            least_s = self.known.timed("bound", lambda: self._least.with_exchange_s(choice, self.batch_size, exchange, alike, work_s))
             entry.least_s = max(entry.least_s, least_s)
+        elif work_s:
+            entry.least_s = max(entry.least_s, self._least.step_s(choice, self.batch_size, work_s))
         heapq.heappush(queue, entry)
 
     def _pieces(self, entry: _Entry, queue: list[_Entry], hopeless: list[_Entry]) -> None:
@@ -206,8 +213,27 @@ class Search(Question):
             return
         forms.append(entry)
         entry.estimator = estimator
+        if choice.form == FASTEST:
+            known = self._work.setdefault(self._sizes_of(mesh), {})
+            size = self._samples(choice)
+            known[size] = min(known.get(size, math.inf), estimator.operators_s())
         entry.least_s = max(entry.least_s, self.known.timed("stages", estimator.least_s))
         heapq.heappush(queue, entry)
+
+    def _samples(self, choice: Choice) -> int:
+        """Of a micro-batch."""
+        return (self.batch_size or 1) // choice.mesh.over("batch") // choice.micro_batches
+
+    @staticmethod
+    def _sizes_of(mesh: Mesh) -> Hashable:
+        """What of a mesh decides what a micro-batch of a size costs."""
+        return mesh.inner, mesh.over("batch") > 1
+
+    def _work_like_larger_s(self, choice: Choice) -> float:
+        """What one micro-batch of a choice takes at least on a rank of all stages, by what a larger one takes in the fastest form: a sample
+        is never cheaper in a smaller batch. 0 if none is known."""
+        size, known = self._samples(choice), self._work.get(self._sizes_of(choice.mesh), {})
+        return max((AS_ONE_OF_MANY * seconds * size / larger for larger, seconds in known.items() if larger >= size), default=0.0)
 
     def _memory(self, entry: _Entry, queue: list[_Entry], hopeless: list[_Entry]) -> None:
         """What the choice costs at least, for all that must fit and all that ends the step."""
@@ -266,7 +292,7 @@ class Search(Question):
 
     def _exactly(self, entry: _Entry, queue: list[_Entry], bounds: dict[Choice, float]) -> None:
         """Price the choice as it will run."""
-        found = self._as_promised(entry)
+        found = self.exact(entry.choice, drafted=entry.estimator)
         entry.draft = None
         if found is None or found.part.recomputed:
             self._leaner(entry, queue)
@@ -276,16 +302,6 @@ class Search(Question):
             return
         entry.exact, entry.least_s = found, found.step_time_s
         heapq.heappush(queue, entry)
-
-    def _as_promised(self, entry: _Entry) -> Candidate | None:
-        """As it will run. What was drafted may have strategies of another size of micro-batch. Those of its own size are the best for an
-        axis, but may keep or send more: where they are much slower than what was promised, or do not fit, both are priced."""
-        assert entry.draft is not None, "what was promised"
-        found = self.exact(entry.choice, drafted=entry.estimator)
-        if not entry.choice.mesh.inner or (found is not None and found.step_time_s <= WORTH * entry.draft.times.step_s):
-            return found
-        other = self.exact(entry.choice, drafted=entry.estimator, as_drafted=True)
-        return min((c for c in (found, other) if c is not None), key=lambda c: c.step_time_s, default=None)
 
     def _without_form(self, choice: Choice) -> Choice:
         return dataclasses.replace(choice, form=self.space.form)

@@ -135,6 +135,16 @@ class Repeated:
         self.problem, self.starts = problem, starts or Starts()
         self._highs: _Highs | None = None
 
+    def least(self) -> float | None:
+        """What the program takes without the demand for whole numbers; None where HiGHS is missing, or has no answer soon."""
+        try:
+            import highspy
+        except ImportError:
+            return None
+        self._highs = self._highs or _Highs(highspy, self.problem, self.starts)
+        found = self._highs.without_whole({})
+        return None if found is None or found[0] == INFINITY else found[0] + self.problem.constant
+
     def solve(self, held: Mapping[int, float] | None = None, *, gap: float = 1e-3, nodes: int = NODES) -> Solution:
         """held: column -> its value, of those that are not free this time. Raises as `solve`."""
         problem, start, held = self.problem, time.perf_counter(), held or {}
@@ -215,7 +225,7 @@ class _Highs:
     ) -> tuple[float, float, NDArray[numpy.float64]] | None:
         """The objective, the bound and the columns of a solution within the gap that is near to one without the demand for whole numbers;
         None if none was found."""
-        first = self._without_whole(held)
+        first = self.without_whole(held)
         if first is None or first[0] == INFINITY:
             return None
         least, values = first
@@ -234,9 +244,9 @@ class _Highs:
                 return objective, least, numpy.array(rest.getSolution().col_value)
         if (self.upper[self.whole] > 1).any():
             return None
-        return dive(lambda more: self._without_whole({**held, **more}), first, self.whole, self.costs, gap)
+        return dive(lambda more: self.without_whole({**held, **more}), first, self.whole, self.costs, gap)
 
-    def _without_whole(self, held: Mapping[int, float]) -> Relaxed | None:
+    def without_whole(self, held: Mapping[int, float]) -> Relaxed | None:
         """The objective and the solution without the demand for whole numbers, from the last basis on; None if it took too many steps."""
         columns, values = numpy.array(list(held), dtype=numpy.int32), numpy.array(list(held.values()), dtype=float)
         if self.relaxed is None:

@@ -33,7 +33,7 @@ from cost_models.cluster import Cluster
 from cost_models.memory import OPTIMIZERS
 from cost_models.recipe import AUTOPAR, Recipe
 
-__all__ = ["Store"]
+__all__ = ["FASTEST", "Store"]
 
 FASTEST = Form()
 Split = tuple[int, int]  # data-parallel ranks, micro-batches
@@ -66,8 +66,9 @@ class Store:
     _rank: dict[tuple[object, ...], Rank | str] = field(default_factory=dict)
     _at: dict[tuple[object, ...], Ledger] = field(default_factory=dict)
     _alike: dict[tuple[object, ...], list[Rank]] = field(default_factory=dict)  # built from one split, by all but the form
-    _inner: dict[tuple[object, ...], dict[tuple[frozenset[str], int, tuple[str, ...]], Solved]] = field(default_factory=dict)
-    # by an axis and its form; by the program's operators, the samples of its batch and the axes that it is laid over already
+    _inner: dict[tuple[object, ...], AxisSolution] = field(default_factory=dict)
+    # by an axis and its form, the program's operators, the samples of its batch and the axes that it is laid over already
+    _answers: dict[Hashable, list[Solved]] = field(default_factory=dict)  # of other sizes, by what was asked
     _best: dict[tuple[object, ...], tuple[Choices, AxisSolution]] = field(default_factory=dict)  # of a form, whatever it must split
     _starts: Starts = field(default_factory=Starts)
     _models: dict[int, AxisModel] = field(default_factory=dict)  # by the identity of the choices: the first
@@ -132,12 +133,21 @@ class Store:
     def _one_rank(self, program: Program, data: Assignment) -> Program:
         return self.timed("shard", lambda: on_data_axis(program, data))
 
-    def _solved(self, name: str, problem: AxisProblem, gap: float) -> AxisSolution:
+    def _solved(self, name: str, problem: AxisProblem, gap: float, body: Program | None = None, asked: Hashable = None) -> AxisSolution:
+        """body: of one micro-batch; what was chosen for others where the same was asked is the answer, if nothing is better, and of one of
+        as many samples in any case: the two differ in what is made for the whole batch before."""
+        alike = self._answers.setdefault(asked, []) if body is not None else []
+        for known in alike:
+            if body is not None and known.program.batch_size == body.batch_size and (here := restricted(known, body)) is not None:
+                return AxisSolution(assignment=here, outcome=known.outcome)
         key = id(problem.choices)  # which the model keeps, so that no others have their identity
         solver = self.timed(name, lambda: AxisSolver(problem, self._models.get(key), self._starts))
         if not problem.work_first and problem.sequence_parallel is None:  # others are asked for at one price alone
             self._models.setdefault(key, solver.model)
-        solution = self.timed(name, lambda: solve_axis(problem, gap=gap, solver=solver))
+        like = (here for known in alike if body is not None and (here := restricted(known, body)) is not None)
+        solution = self.timed(name, lambda: solve_axis(problem, gap=gap, solver=solver, like=like))
+        if body is not None:
+            alike.append(Solved(body, solution.assignment, solution.outcome))
         self.programs += 1
         self.binaries = max(self.binaries, sum(len(g.strategies) for g in problem.choices.groups.values() if len(g.strategies) > 1))
         self.rows = max(self.rows, solution.outcome.constraints)
@@ -254,24 +264,22 @@ class Store:
             found.append(same)
         return same
 
-    def _inner_axes(
-        self, mesh: Mesh, body: Program, form: Form, *, exactly: bool = False, drafted: bool = False
-    ) -> tuple[Inner, tuple[Outcome, ...]] | str:
+    def _inner_axes(self, mesh: Mesh, body: Program, form: Form) -> tuple[Inner, tuple[Outcome, ...]] | str:
         """The axes that divide operators, one after the other, or why one cannot."""
         program, found, outcomes = body, list[Assignment](), list[Outcome]()
         for axis, n in mesh.inner:
             own = form.on(axis)
             try:
-                assignment, outcome = self.on_axis(axis, mesh, program, own, exactly=exactly, drafted=drafted)
+                solution = self.on_axis(axis, mesh, program, own)
             except Infeasible as e:
                 if own.sequence is None:
                     raise
                 wanted = f"with the activations between as sequence_parallel={own.sequence} wants them"
                 return f"{axis}={n}: not every matrix can be cut {wanted} ({e})"
-            found.append(assignment)
-            outcomes.append(outcome)
+            found.append(solution.assignment)
+            outcomes.append(solution.outcome)
             if len(found) < len(mesh.inner):
-                program = shard(program, assignment)
+                program = shard(program, solution.assignment)
         return tuple(found), tuple(outcomes)
 
     def _priced(
@@ -285,11 +293,8 @@ class Store:
             outcomes=outcomes, micro_batches=split[1], made_for=split,
         )  # fmt: skip
 
-    def whole(
-        self, mesh: Mesh, count: int, batch: int | None, recipe: Recipe = AUTOPAR, form: Form = FASTEST, *, drafted: bool = False
-    ) -> Rank | str:
-        """The rank of the program as it is: its axes solved for its own micro-batch, unfolded onto every layer; or, drafted, as `rank` had
-        them, which may be those of another size. NotAlike if that is not possible."""
+    def whole(self, mesh: Mesh, count: int, batch: int | None, recipe: Recipe = AUTOPAR, form: Form = FASTEST) -> Rank | str:
+        """The rank of the program as it is: its axes as `rank` has them, unfolded onto every layer. NotAlike if that is not possible."""
         split = self._split_of(mesh, count, batch)
         if isinstance(split, str):
             return split
@@ -297,8 +302,7 @@ class Store:
         if isinstance(moments, str):
             return moments
         data = self.on_data_axis(split[0], samples=split in self._by_samples)
-        own = (batch or 1) == (self.program.batch_size or 1)
-        solved = self._inner_axes(mesh, moments.body, form, exactly=own and not drafted, drafted=drafted)
+        solved = self._inner_axes(mesh, moments.body, form)
         if isinstance(solved, str):
             return solved
         inner, outcomes = solved[0], (*data[2], *solved[1])
@@ -327,27 +331,13 @@ class Store:
             return on_all, f"micro-batches: not split, because {e}"
 
     # ------------------------------------------------------------------------------------- an axis that divides operators
-    def on_axis(
-        self, axis: str, mesh: Mesh, body: Program, form: Form = FASTEST, *, exactly: bool = False, drafted: bool = False
-    ) -> tuple[Assignment, Outcome]:  # fmt: skip
-        """Such an axis of one micro-batch. What was solved for one size of micro-batch is tried for the others, which
-        differ in nothing but the batch; `exactly` solves this one (as is done for the plan that wins). drafted: of another size, if there
-        is one, also where this one was solved since."""
+    def on_axis(self, axis: str, mesh: Mesh, body: Program, form: Form = FASTEST) -> AxisSolution:
+        """Such an axis of one micro-batch."""
         names = frozenset(op.name for op in body.ops)
-        asked = (axis, mesh.sizes()[axis], self.pricer(mesh).per_node(axis), form)
-        solved, key = self._inner.setdefault(asked, {}), (names, body.batch_size or 0, tuple(body.layouts))
-        if key in solved and not drafted:
-            return solved[key].assignment, solved[key].outcome
-        if not exactly:
-            for other, known in solved.items():
-                if other != key and (here := restricted(known, body)) is not None:
-                    return here, known.outcome
-        if key in solved:
-            return solved[key].assignment, solved[key].outcome
-        problem = self.problem(axis, mesh, body, form)
-        solution = self._solve_inner(problem, form)
-        solved[key] = Solved(body, solution.assignment, solution.outcome)
-        return solution.assignment, solution.outcome
+        key = axis, mesh.sizes()[axis], self.pricer(mesh).per_node(axis), form, names, body.batch_size or 0, tuple(body.layouts)
+        if key not in self._inner:
+            self._inner[key] = self._solve_inner(self.problem(axis, mesh, body, form), form, body)
+        return self._inner[key]
 
     def problem(self, axis: str, mesh: Mesh, body: Program, form: Form) -> AxisProblem:
         """What is to decide on an axis, as it is asked of it."""
@@ -366,12 +356,13 @@ class Store:
         cut = with_matrices_cut(problem.choices, problem.params)
         return dataclasses.replace(problem, choices=cut, sequence_parallel=form.sequence)
 
-    def _solve_inner(self, problem: AxisProblem, form: Form) -> AxisSolution:
+    def _solve_inner(self, problem: AxisProblem, form: Form, body: Program) -> AxisSolution:
         """The best assignment of a form. One that splits, of a model so small that splitting its work costs more than doing it on every
         rank, is the best of those that split every heavy operator that can be."""
-        key = (id(problem.choices), problem.n, problem.pricer.per_node(problem.axis), dataclasses.replace(form, split=False))
+        asked = problem.axis, problem.n, problem.pricer.per_node(problem.axis), dataclasses.replace(form, split=False)
+        key = (id(problem.choices), *asked)
         if key not in self._best:  # the choices are kept, so that no others have their identity
-            self._best[key] = problem.choices, self._solved(f"{problem.axis} axis", problem, 5e-3)
+            self._best[key] = problem.choices, self._solved(f"{problem.axis} axis", problem, 5e-3, body, asked)
         best = self._best[key][1]
         if not form.split:
             return best
@@ -380,11 +371,12 @@ class Store:
         idle = [key for key, g in heavy.items() if any(s.splits_work for s in g.strategies) and not chosen(key).splits_work]
         if not idle:
             return best
-        most = self._solved(f"{problem.axis} axis", dataclasses.replace(problem, work_first=True), 0.01)
+        work_first = dataclasses.replace(problem, work_first=True)
+        most = self._solved(f"{problem.axis} axis", work_first, 0.01, body, (*asked, "most"))
         splitting = stated(problem, most.assignment)
         split = objective_of(problem, splitting)
         if split < objective_of(problem, lambda key: problem.choices.groups[key].strategies[0]):
             return best
         self.split_notes[f"{problem.axis}={problem.n}: splitting this model's work costs more in communication than it saves"] = None
-        busy = with_work_split(problem.choices, splitting)
-        return self._solved(f"{problem.axis} axis", dataclasses.replace(problem, choices=busy), 5e-3)
+        busy = dataclasses.replace(problem, choices=with_work_split(problem.choices, splitting))
+        return self._solved(f"{problem.axis} axis", busy, 5e-3, body, (*asked, "busy"))
