@@ -20,7 +20,8 @@ from typing import NamedTuple
 from cost_models.cluster import OP_CLASSES, Gpu, dtype_name
 
 __all__ = [
-    "ATTENTION_BACKWARD", "OP_CLASSES", "WINOGRAD", "Demand", "causal_share", "demand", "kernel_time_s", "on_matrix_units", "op_time_s",
+    "ATTENTION_BACKWARD", "OP_CLASSES", "WINOGRAD", "Demand", "causal_share", "demand", "kernel_time_s", "on_matrix_units",
+    "op_time_s", "rate_of",
 ]  # fmt: skip
 
 _MEMORY_CLASS = "pointwise"  # how well a compute-bound class streams its operands when it turns out to be memory-bound
@@ -56,7 +57,9 @@ class Demand(NamedTuple):
     memory_class: str
 
 
-def _rate(op_class: str, dtype: str, gpu: Gpu) -> str:
+def rate_of(op_class: str, dtype: str, gpu: Gpu) -> str:
+    """The dtype at whose rate an operator of a class ('matmul', 'conv') computes in a dtype: convolutions of float32 in TF32, as torch lets
+    them by default."""
     return "tf32" if op_class == "conv" and dtype_name(dtype) == "float32" and gpu.has_rate("tf32") else dtype
 
 
@@ -65,7 +68,7 @@ def on_matrix_units(op_class: str, dtype: str, gpu: Gpu) -> bool:
     faster than its vector units, whose rate is that of float32."""
     if gpu.host or not gpu.has_rate(dtype):
         return False
-    rate = _rate(op_class, dtype, gpu)
+    rate = rate_of(op_class, dtype, gpu)
     return dtype_name(rate) == "tf32" or gpu.peak_flops_per_s(rate) > gpu.peak_flops_per_s("float32")
 
 
@@ -76,7 +79,7 @@ def demand(op_class: str, flops: float, bytes_moved: float, dtype: str, gpu: Gpu
     memory_s = bytes_moved / gpu.memory_bandwidth_bytes_per_s
     if op_class in ("matmul", "attention", "conv"):
         written_s = 0.0 if gpu.host or op_class == "attention" else written / gpu.memory_bandwidth_bytes_per_s
-        compute_s = flops / gpu.peak_flops_per_s(_rate(op_class, dtype, gpu))
+        compute_s = flops / gpu.peak_flops_per_s(rate_of(op_class, dtype, gpu))
         if op_class == "matmul" and gpu.vector_fraction is not None and not on_matrix_units(op_class, dtype, gpu):
             return Demand(compute_s / gpu.vector_fraction, None, written_s, memory_s, _MEMORY_CLASS)
         return Demand(compute_s, op_class, written_s, memory_s, _MEMORY_CLASS)

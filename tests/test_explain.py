@@ -84,7 +84,7 @@ def _on_a_screen(found: Explanation) -> None:
     plan = "tp 8, dp 8, ZeRO-1, 4 micro-batches, recompute 5"
     names = ("data parallel", "data parallel, ZeRO-1", "ZeRO-3 (FSDP)", "tensor parallel alone", "Megatron-style, tp 8", "FSDP + tp 8")
     families = [Family(name=name, pins={}, step_time_s=2.5, memory_bytes=2**36, plan=plan) for name in names]
-    refused = "does not fit: 2.21 GiB a GPU short or less"
+    refused = "does not fit: at least 2.21 GiB a GPU short"
     families.append(Family(name="pipeline alone", pins={}, step_time_s=None, memory_bytes=None, plan="", why=refused))
     lines = explanation_text(msgspec.structs.replace(found, families=families)).splitlines()
     assert max(map(len, lines)) <= WIDTH, "\n".join(lines)

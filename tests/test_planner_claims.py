@@ -14,7 +14,10 @@ from autopar.capture import capture
 from autopar.errors import Infeasible
 from autopar.planner import Pins, make_plan
 from autopar.planner.answer import of_all
+from autopar.planner.search import AS_ONE_OF_MANY, Search
+from autopar.planner.space import Choice, Mesh
 from cost_models.cluster import Cluster, load_cluster, load_link
+from cost_models.rests import rest_of
 from tests.planner_programs import program_of
 
 pytestmark = pytest.mark.pure
@@ -95,3 +98,17 @@ def test_what_is_not_pinned_is_no_slower_where_splitting_hardly_pays(cluster: st
     for pins in ({"dp": 1}, {"pp": 2}, {"pp": 4}, {"pp": 2, "dp": 1}, {"micro_batches": 1}, {"zero": 0}):
         pinned = make_plan(program, 8, load_cluster(cluster), pins=Pins(**pins))
         assert free.objective_s <= pinned.objective_s * (1 + 1e-4) and free.bound_s <= pinned.objective_s
+
+
+def test_a_small_micro_batch_does_not_bound_a_large_one() -> None:
+    """A sample takes the longer the fewer are computed with it: of what is known of small ones nothing follows for large ones."""
+    search = Search(
+        program=program_of("deep"), gpus=4, cluster=load_cluster("dgx-a100"), memory_limit_bytes=10**10, optimizer="adamw",
+        precision="fp32", pins=Pins(pp=1, dp=1, tp=4),
+    )  # fmt: skip
+    search._work = {search._sizes_of(Mesh(tp=4)): {3: 1.0}}
+    by_size = {
+        count: search._work_like_larger_s(Choice(mesh=Mesh(tp=4), micro_batches=count, schedule="1f1b", rest=rest_of("zero0"), shard=1))
+        for count in (1, 4, 12)
+    }  # fmt: skip
+    assert by_size == {1: 0.0, 4: pytest.approx(AS_ONE_OF_MANY), 12: pytest.approx(AS_ONE_OF_MANY / 3)}

@@ -262,3 +262,44 @@ def test_functions_of_torch_in_python_go_on_with_numbers() -> None:
     assert torch.equal(func(*args, **kwargs), x * 0.5) and isinstance(args[1], Tensor)
     func, args, kwargs = in_torch(torch.clamp, (x,), {"max": stand})
     assert kwargs == {"max": 0.5} and type(kwargs["max"]) is float
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_meet_low_precision_as_scalars_do(dtype: torch.dtype) -> None:
+    """Which a product does not round before, and a sum on a CPU does."""
+    model, x = Told(lambda x, n: x * n + (x + n) * 2 - (n - x) / n + n / (x + 4), dtype), given(dtype)
+    captured = program_of(model, x, 0.3)
+    for number in (0.3, 0.1234567, 1 / 3):
+        found, expected = losses(model, captured, x, number)
+        assert torch.equal(found, expected)
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Set(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.settings = nn.Linear(8, 4), Settings()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.layer(x), y) * self.settings.scale
+
+
+@pytest.mark.pure
+def test_objects_that_hold_numbers_may_be_put_in_the_place_of_others() -> None:
+    model = Set()
+    module = autopar.compile(model, gpus=1, example_inputs=batch())
+    for scale in (1.0, 2.0, 3.0):
+        model.settings.scale = scale
+        module(*batch())
+    assert captures(module) == 1
+    model.settings = Settings()
+    x, y = batch()
+    assert torch.allclose(module(x, y), F.cross_entropy(model.layer(x), y))
+    model.settings.scale = 5.0
+    assert torch.allclose(module(x, y), 5.0 * F.cross_entropy(model.layer(x), y))
+    assert captures(module) == 1

@@ -195,6 +195,8 @@ class _Varies:
     def combined(self, step: str, other: Any, *, reflected: bool = False) -> Any:
         operands = (other, self) if reflected else (self, other)
         if isinstance(other, Tensor):
+            if step == "truediv" and not reflected:  # as torch divides a number by a tensor
+                return _TENSORS["mul"](other.reciprocal(), self)
             return _TENSORS[step](*operands)
         if type(other) not in (int, float, bool, _Varies):
             return NotImplemented
@@ -367,7 +369,8 @@ _ELEMENTWISE = _ARITHMETIC | {
     "iadd", "isub", "imul", "itruediv", "idiv", "subtract", "multiply", "divide", "gt", "ge", "lt", "le", "eq", "ne", "greater",
     "greater_equal", "less", "less_equal", "not_equal", "where", "lerp",
 }  # fmt: skip
-_ROUNDED_BEFORE = frozenset({"gt", "ge", "lt", "le", "eq", "ne", "where"})  # a number as low as the tensor is
+_ROUNDED_BEFORE = frozenset({"gt", "ge", "lt", "le", "eq", "ne", "where"})  # numbers have the low precision of the tensor
+_SUMS = frozenset({"add", "sub", "radd", "rsub"})  # before which a CPU rounds a scalar, too, and a GPU does not
 _MAKES = frozenset({"tensor", "as_tensor", "scalar_tensor"})
 _REDUCED = (torch.float16, torch.bfloat16)
 _IN_TORCH = "torch.nn.functional"
@@ -400,10 +403,11 @@ def _without(
     in_place = getattr(func, "__name__", "").endswith("_") and not getattr(func, "__name__", "").endswith("__")
     counts = {"where": (1, 3), "lerp": (2, 3)}.get(name, (1, 2))
     known = name in _ELEMENTWISE and not kwargs and len(numbers) == 1 and (len(tensors), len(args)) == counts
-    if known and kind in _REDUCED and name in _ARITHMETIC and not in_place:  # computed as a scalar is, in float32
+    rounded = name in _ROUNDED_BEFORE or (name in _SUMS and bool(tensors) and tensors[0].device.type == "cpu")
+    if known and kind in _REDUCED and name in _ARITHMETIC and not in_place and not rounded:  # computed as a scalar is, in float32
         wide = [x.tensor().to(torch.float32) if type(x) is _Varies else x.to(torch.float32) for x in args]
         return (lambda *operands: func(*operands).to(kind)), tuple(wide), {}
-    if known and (kind not in _REDUCED or name in _ROUNDED_BEFORE):
+    if known and (kind not in _REDUCED or (rounded and not in_place)):
         return func, tuple(x.tensor().to(kind) if type(x) is _Varies else x for x in args), kwargs
     scales = kwargs.get("alpha")
     if name in ("add", "sub") and kwargs.keys() == {"alpha"} and type(scales) is _Varies and not numbers and len(tensors) == len(args) == 2:

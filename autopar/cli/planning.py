@@ -261,6 +261,17 @@ def explained(
             raise UsageError(f"{target} is a plan, and nothing is searched; --time-limit is for a TARGET")
         if plan_file is not None:
             raise UsageError(f"{target} is a plan, and so is {plan_file}; --plan is for a TARGET")
+        stated = {
+            "memory": loaded.memory_limit_bytes, "optimizer": loaded.optimizer, "precision": loaded.precision, "cluster": loaded.cluster,
+            "reduce_dtype": loaded.reduce_dtype,
+        }  # fmt: skip
+        usual = {"cluster": "auto", "optimizer": "adamw", "precision": "fp32"}
+        for name, value in options.items():
+            known = memory_of(value) if name == "memory" and value is not None else value
+            if value not in (None, usual.get(name)) and known != stated.get(name):
+                raise UsageError(
+                    f"{target} is a plan, which is shown as it is, and --{name.replace('_', '-')} says {value}: leave it out, or plan anew"
+                )
         for name, asked in questions.items():
             if asked:
                 option = f"--{name.replace('_', '-')} {asked[0]}"

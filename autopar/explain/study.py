@@ -171,8 +171,10 @@ class Study:
 
 def _in_a_line(search: Search) -> str:
     lines = [line for line in search.refused if line not in search.said.short]
-    said = [line for line in lines if not line.startswith("micro-batches:")] or lines
+    others = frozenset(search.space.refused())  # meshes that are none: what another one lacks says more
+    said = [line for line in lines if line not in others and not line.startswith("micro-batches:")] or lines
     short = min(search.said.short.values(), default=0.0)
     if short >= MIB or (short and not said):
-        return f"{SHORT}: {f'{bytes_text(short)} a GPU short or less' if short >= MIB else 'no cut into stages does'}"
-    return said[0] if said else str(refusal(search)).splitlines()[0]
+        return f"{SHORT}: {f'at least {bytes_text(short)} a GPU short' if short >= MIB else 'no cut into stages does'}"
+    first, *more = str(refusal(search)).splitlines()
+    return said[0] if said else more[0].strip(" -") if first.endswith(":") and more else first

@@ -81,18 +81,27 @@ def _points(asked: Sequence[Asked], answers: Sequence[Plan | Refused | str]) -> 
 
 def _stops(plans: Sequence[tuple[int, Plan]]) -> tuple[int | None, str]:
     """The last number of GPUs that pays, and what those that are added to it are spent on."""
-    for (n, few), (m, many) in itertools.pairwise(plans):
-        gained = many.tokens_or_samples_per_s / few.tokens_or_samples_per_s - 1 if few.tokens_or_samples_per_s else 0.0
-        if gained >= PAYS * (m / n - 1):
-            continue
-        shares = [{part.kind: part.share for part in time_of(plan)} for plan in (few, many)]
-        grown = {kind: share - shares[0].get(kind, 0.0) for kind, share in shares[1].items() if kind != "compute"}
-        most = max(grown, key=lambda kind: grown[kind], default="")
-        said = f"{share_text(gained)} more work for {share_text(m / n - 1)} more GPUs"
-        if most and grown[most] > 0.01:
-            was = share_text(shares[0].get(most, 0.0))
-            return n, f"{m} do {said}: {most} takes {share_text(shares[1][most])} of the step, where it was {was}"
-        most = max(shares[1], key=lambda kind: shares[1][kind], default="compute")
-        taken = f": {most} takes {share_text(shares[1][most])} of the step" if most != "compute" else ""
-        return n, f"{m} do {said}{taken}"
-    return (plans[-1][0] if plans else None), ""
+    kept = 0
+    for k in range(1, len(plans)):
+        if _gained(plans[kept], plans[k]) >= PAYS * (plans[k][0] / plans[kept][0] - 1):
+            kept = k
+    if kept + 1 >= len(plans):
+        return (plans[-1][0] if plans else None), ""
+    (n, few), (m, many) = plans[kept : kept + 2]
+    gained = _gained(plans[kept], plans[kept + 1])
+    shares = [{part.kind: part.share for part in time_of(plan)} for plan in (few, many)]
+    grown = {kind: share - shares[0].get(kind, 0.0) for kind, share in shares[1].items() if kind != "compute"}
+    most = max(grown, key=lambda kind: grown[kind], default="")
+    said = f"{share_text(gained)} more work for {share_text(m / n - 1)} more GPUs"
+    if most and grown[most] > 0.01:
+        was = share_text(shares[0].get(most, 0.0))
+        return n, f"{m} do {said}: {most} takes {share_text(shares[1][most])} of the step, where it was {was}"
+    most = max(shares[1], key=lambda kind: shares[1][kind], default="compute")
+    taken = f": {most} takes {share_text(shares[1][most])} of the step" if most != "compute" else ""
+    return n, f"{m} do {said}{taken}"
+
+
+def _gained(few: tuple[int, Plan], many: tuple[int, Plan]) -> float:
+    """How much more work the second does in a second, as a share of the first's."""
+    less, more = few[1].tokens_or_samples_per_s, many[1].tokens_or_samples_per_s
+    return more / less - 1 if less else 0.0

@@ -25,6 +25,7 @@ from autopar.planner.sent import sent_of
 from autopar.planner.shard import Assignment, view_of
 from autopar.report.strategies import is_unnamed, kind_of, shape_of
 from cost_models.cluster import Gpu
+from cost_models.compute import rate_of
 
 __all__ = ["account_of"]
 
@@ -255,5 +256,5 @@ def _flops(program: Program, gpu: Gpu) -> tuple[float, float]:
         counts = count_op(op, ins, outs)
         own = counts.flops + (counts.backward_flops if any(t.grad for t in outs) else 0.0)
         flops += own
-        ideal_s += own / gpu.peak_flops_per_s(dtype_of(outs, ins)) if own else 0.0
+        ideal_s += own / gpu.peak_flops_per_s(rate_of(counts.op_class, dtype_of(outs, ins), gpu)) if own else 0.0
     return flops, flops / ideal_s if ideal_s else 0.0

@@ -35,7 +35,7 @@ from autopar.planner.space import Form
 from autopar.planner.stages import cut_stages
 from autopar.planner.ties import ORDER, Tie
 from autopar.planner.words import choice_words
-from autopar.report.units import seconds_text
+from autopar.report.units import bytes_text, seconds_text
 from autopar.report.words import counted
 from cost_models.recipe import AUTOPAR
 from cost_models.uncertainty import CENTRAL, OTHER_SOFTWARE
@@ -95,7 +95,7 @@ def plan_of(question: Question, c: Candidate, tie: Tie | None = None) -> Plan:
         tensor_split_share=_split_share(*bodies[-1]) if bodies else 0.0,
         provenance=rank.ledger.provenance,
         notes=[
-            *([] if tie is None else [_tied(tie)]), *program.notes,
+            *([] if tie is None else [_tied(tie)]), *_more_than_there_is(question), *program.notes,
             *question.known.unsplit(c.mesh.over("batch")), *question.known.notes, *_stopped(question.said),
             *(line for body, x in bodies for line in _replicated(body, x, rank.program.types)),
             *(question.known.split_notes if question.space.pinned_to_split else ()),
@@ -154,6 +154,13 @@ def _modes(c: Candidate) -> tuple[list[tuple[int, int, int]], list[BlockMode]]:
 def ended_by_user(plan: Plan) -> bool:
     """Whether its search was ended by Ctrl-C."""
     return any(note.startswith(_STOPPED + BY_USER) for note in plan.notes)
+
+
+def _more_than_there_is(question: Question) -> list[str]:
+    limit, has = question.memory_limit_bytes, question.cluster.gpu.memory_bytes
+    if limit <= has:
+        return []
+    return [f"memory: a GPU of {question.cluster.name} has {bytes_text(has)}, and the plan may use {bytes_text(limit)}, as was asked for"]
 
 
 def refusal(question: Question) -> Infeasible:

@@ -18,6 +18,7 @@ from autopar.files import in_line, write_file
 from autopar.ir import Layout, Strategy
 from autopar.planner.modes import RECOMPUTES
 from autopar.planner.plan_account import Account, Count, Positive, Seconds
+from autopar.report.words import counted
 from autopar.run.dtypes import PRECISIONS
 from cost_models.pipeline import SCHEDULES, flow
 from cost_models.rests import RESTS, rest_of
@@ -281,7 +282,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __repr__(self) -> str:
         mesh = " ".join(f"{axis}={n}" for axis, n in self.mesh.items())
-        return f"<Plan of {self.model} on {self.gpus} GPUs of {self.cluster}: {mesh} {self.rest}, {self.step_time_s:.4g} s a step>"
+        where = f"{counted(self.gpus, 'GPU')} of {self.cluster}"
+        return f"<Plan of {self.model} on {where}: {mesh} {self.rest}, {self.step_time_s:.4g} s a step>"
 
     def _repr_html_(self) -> str:
         """In a notebook."""
@@ -352,6 +354,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Consistency that types cannot say. name: of the file, for errors. PlanError."""
         if set(self.mesh) != set(AXES) or math.prod(self.mesh.values()) != self.gpus or min(self.mesh.values()) < 1:
             raise PlanError(f"{name}: the mesh {self.mesh} is not one of {self.gpus} GPUs")
+        if not self.model.isprintable() or not self.cluster.isprintable():
+            raise PlanError(f"{name}: the names of its model and cluster, {self.model!r} and {self.cluster!r}, are to be plain text")
         ranks = self.mesh[LAYERS]
         count = ranks * self.virtual_stages
         if len(self.stages) != count or len(self.cuts) != count - 1 or sorted(self.cuts) != self.cuts:

@@ -104,8 +104,9 @@ def _layout(e: Explanation) -> str:
     """The mesh, which ranks share a node, and what else was chosen."""
     lines = [(f"{x.name} {x.size}", f"{x.title} {x.place or 'inside the node'}: {_group(x.size, x.every)}") for x in _several(e)]
     if e.nodes > 1:
-        per_node = -(-e.gpus // e.nodes)
-        lines.append(("nodes", f"ranks 0-{per_node - 1} share a node, and so on: {counted(e.nodes, 'node')} of {per_node} {e.gpu}"))
+        per_node, left = -(-e.gpus // e.nodes), e.gpus % e.nodes
+        of = f"{e.gpus} {e.gpu} on {counted(e.nodes, 'node')}" if left else f"{counted(e.nodes, 'node')} of {per_node} {e.gpu}"
+        lines.append(("nodes", of if left else f"ranks 0-{per_node - 1} share a node, and so on: {of}"))
     chosen = {choice.name: choice.value for choice in e.choices if choice.value.partition(":")[0] != "none"}  # which the verdict says
     if "schedule" in chosen:
         chosen["micro-batches"] += f"; schedule {chosen.pop('schedule')}"
