@@ -154,8 +154,10 @@ def test_attributes_of_what_is_of_a_builtin_kind_are_watched(what: str) -> None:
     guards = Guards.take(Holding())
     one.rate = 3.0
     assert "setting.rate from 2.0 to 3.0" in str(guards.changed())
-    with pytest.raises(CaptureError, match=r"setting.rate from 4.0 to 5.0"):
-        capture(Counting(one), (torch.ones(2, DIM),))
+    guards = capture(Counting(one), (torch.ones(2, DIM),)).guards
+    assert guards is not None and [leaf.name for leaf in guards.varied.leaves] == ["setting.rate"] and one.rate == 3.0
+    guards.varied.move((3.0,))
+    assert one.rate == 4.0 and guards.changed() is None and "setting.rate" in str(guards.varied.changed((99.5,)))
 
 
 class Counting(nn.Module):

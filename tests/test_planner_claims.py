@@ -112,3 +112,23 @@ def test_a_small_micro_batch_does_not_bound_a_large_one() -> None:
         for count in (1, 4, 12)
     }  # fmt: skip
     assert by_size == {1: 0.0, 4: pytest.approx(AS_ONE_OF_MANY), 12: pytest.approx(AS_ONE_OF_MANY / 3)}
+
+
+class Table(nn.Module):
+    """A table of 4 GiB, of which a few rows are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(1024, 1024, 1024))
+        self.layer = nn.Linear(1024, 10)
+
+    def forward(self, rows: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.layer(self.table[rows].mean(1)), y)
+
+
+@pytest.mark.parametrize("gib", [1.5, 2, 3])
+def test_buffers_are_split_where_they_do_not_fit_whole(gib: float) -> None:
+    with torch.device("meta"):
+        program = capture(Table(), (torch.empty(32, dtype=torch.long), torch.empty(32, dtype=torch.long))).program
+    plan = make_plan(program, 8, load_cluster("dgx-a100"), memory_limit_bytes=int(gib * 2**30))
+    assert plan.mesh["tp"] >= 4 and max(stage.memory.upper_bytes for stage in plan.stages) <= gib * 2**30

@@ -16,8 +16,9 @@ from autopar.capture import capture
 from autopar.capture.interpret import run_whole_program
 from autopar.capture.state import State
 from autopar.capture.varying import Followed, Numbers, in_torch
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, LaunchError
 from autopar.reference import reference
+from autopar.run import WorkerPool
 from autopar.run.varying import NUMBERS, Varying, as_tensor
 from benchmarks._traps import PROGRAMS
 from benchmarks._traps_run import Judge
@@ -208,6 +209,10 @@ def test_numbers_that_change_do_not_capture_again() -> None:
         module(*batch(), 0.1)
     assert captures(module) <= 4
     before = captures(module)
+    for step in range(6):
+        module(*batch(), *([step / 20] if step % 2 else []))  # or left to its default
+    assert captures(module) <= before + 1
+    before = captures(module)
     for rounds in (1, 2, 3, 1, 2, 3, 4):
         module(*batch(), 0.1, rounds=rounds)
     assert captures(module) <= before + 4  # one for each number of rounds
@@ -303,3 +308,24 @@ def test_objects_that_hold_numbers_may_be_put_in_the_place_of_others() -> None:
     model.settings.scale = 5.0
     assert torch.allclose(module(x, y), 5.0 * F.cross_entropy(model.layer(x), y))
     assert captures(module) == 1
+
+
+def told_of_another_number() -> str:
+    """What a rank is told that sets a number alone."""
+    torch.manual_seed(0)
+    model = Annealed()
+    module = autopar.compile(model, gpus=2, example_inputs=batch(), cluster="cpu", pins={"dp": 2})
+    given = batch()
+    for scale in (1.0, 2.0, 3.0 + int(torch.distributed.get_rank())):
+        model.scale = scale
+        try:
+            module(*given).backward()
+        except LaunchError as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.gloo
+def test_a_number_that_one_rank_sets_alone_is_told(pair: WorkerPool) -> None:
+    for told in pair.run(told_of_another_number):
+        assert "the number scale is another on rank 0 than on rank 1" in told

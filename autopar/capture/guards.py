@@ -165,6 +165,7 @@ class Guards:
         """None if everything is as it was; else what changed, from what to what. Collective, where the forward asks for values of its
         state. whole: gives a parameter or buffer by its name; without it the model holds them whole. given: the inputs of a call, of the
         global batch; without it they are as they were."""
+        self.moved = frozenset()
         if (said := self._answers_changed(whole, given)) is not None:
             return said
         if self._mode is not None and self._mode != (called := as_called()):
@@ -173,7 +174,6 @@ class Guards:
             if (now := ask()) != before:
                 name = f"{ask.__module__.partition('.')[0]}.{ask.__name__}()"
                 return f"{name}, on which what its forward computes may depend: from {before} to {now}"
-        self.moved = frozenset()
         if self._same_objects():
             return None
         later = State.take(self._model, self._loss, self._state)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from autopar.axes import BATCH
+from autopar.axes import BATCH, LAYERS
 from autopar.catalog import strategies_of
 from autopar.ir import Op, Program, Strategy, refs
 from autopar.measure import count as count_op
@@ -102,7 +102,9 @@ def _seconds(c: Candidate) -> dict[str, float]:
     micro_batch_s = sum(busiest.values())
     scale = c.compute_s / micro_batch_s if micro_batch_s else 0.0
     total = {kind: s * scale for kind, s in busiest.items()}
-    _add(total, {collectives(_reducing(c)): c.gradient_sync_s, BUBBLE: c.bubble_s, UPDATE: c.optimizer_s})
+    sent_s = estimator.transfers_s(estimator.times(part))
+    _add(total, {collectives(_reducing(c)): c.gradient_sync_s, BUBBLE: c.bubble_s - sent_s, UPDATE: c.optimizer_s})
+    _add(total, {collectives(LAYERS): sent_s})
     return dict(sorted(((kind, s) for kind, s in total.items() if s > 0), key=lambda item: -item[1]))
 
 

@@ -49,10 +49,11 @@ WORK_FIRST = 1000.0  # how many times its time without latencies an operator cos
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisProblem:
     """What to decide on axis `axis` of n ranks. memory_price_s_per_byte: of activations kept for backward;
-    state_price_s_per_byte: of each byte of a parameter at rest with its gradient and optimizer states; sync_price_s_per_byte: of it, what
-    bringing the gradient together costs; wider: how many times more bytes those have than the parameter as it is used, where that is cast;
-    sent: the same of the gradient as it is sent, where that is another dtype than it rests in. fixed: values that
-    may not change their layout after they are made (mutated buffers). sync_params: price the reduction of gradients
+    state_price_s_per_byte: of each byte of a parameter at rest with its gradient and optimizer states; rest_price_s_per_byte: of other
+    leaves (buffers); sync_price_s_per_byte: of a parameter's byte, what bringing the gradient together costs; wider: how many times more
+    bytes those have than the parameter as it is used, where that is cast; sent: the same of the gradient as it is sent, where that is
+    another dtype than it rests in. fixed: values that may not change their layout after they are made (mutated buffers). sync_params:
+    price the reduction of gradients
     of parameters that are used as R (on a data axis it is a cost that every plan has). work_first: split as much work as
     can be split, and only then save communication: what a data axis is for, and what a pinned axis asks for on a model so
     small that leaving it idle would be faster. sequence_parallel: False: no activation is cut, what is sharded comes from
@@ -71,6 +72,7 @@ class AxisProblem:
     sequence_parallel: bool | None = None
     memory_price_s_per_byte: float = 0.0
     state_price_s_per_byte: float = 0.0
+    rest_price_s_per_byte: float = 0.0
     sync_price_s_per_byte: float = 0.0
 
     @property
@@ -171,7 +173,9 @@ class AxisSolver:
 
 def without_prices(problem: AxisProblem) -> AxisProblem:
     """The problem in which bytes cost nothing."""
-    return dataclasses.replace(problem, memory_price_s_per_byte=0.0, state_price_s_per_byte=0.0, sync_price_s_per_byte=0.0)
+    return dataclasses.replace(
+        problem, memory_price_s_per_byte=0.0, state_price_s_per_byte=0.0, rest_price_s_per_byte=0.0, sync_price_s_per_byte=0.0
+    )
 
 
 def _assigned(problem: AxisProblem, chosen: Mapping[str, Strategy]) -> Assignment:
@@ -242,9 +246,9 @@ def exchange_s(problem: AxisProblem, group: Group, s: Strategy) -> tuple[float, 
 
 
 def _leaf_cost(problem: AxisProblem, group: Group, s: Strategy) -> float:
-    if group.key not in problem.params:
-        return 0.0
     layout, t = s.outputs[0], group.outs[0]
+    if group.key not in problem.params:
+        return problem.rest_price_s_per_byte * local_bytes(t, layout, problem.n) * group.times
     wider = problem.wider.get(group.key, 1.0)
     resting = local_bytes(t, layout, problem.n) * wider * group.times
     sent = problem.sent.get(group.key, wider)

@@ -230,6 +230,13 @@ class Estimator(RankPieces):
             transfer_s=hop, before_s=before,
         )  # fmt: skip
 
+    def transfers_s(self, times: Times) -> float:
+        """What of the bubble ranks wait for what stages send one another: by so much a step would be faster, were it sent in no time."""
+        if not times.transfer_s:
+            return 0.0
+        waits_s, at_once_s = (self.flow.step_time_s(times.forwards_s, times.backwards_s, hop) for hop in (times.transfer_s, 0.0))
+        return min(times.bubble_s, max(0.0, waits_s - at_once_s))
+
     def _of_step(self, spans: tuple[tuple[int, int], ...]) -> _OfStep:
         """Of a rank that holds the pieces [i, j) of each of these."""
         if spans not in self._steps:

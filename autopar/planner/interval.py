@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
-from autopar.axes import BATCH
+from autopar.axes import BATCH, LAYERS
 from autopar.planner.candidate import Candidate, Draft
 from autopar.planner.estimate import Estimator
 from cost_models.cluster import Cluster
@@ -37,10 +37,10 @@ def seconds_by_kind(c: Candidate | Draft) -> dict[str, float]:
             of_ranks.setdefault(estimator.flow.rank_of[s], []).append(known[alike])
     busiest = max((_sum(pieces) for pieces in of_ranks.values()), key=lambda kinds: sum(kinds.values()))
     micro_batch_s = sum(busiest.values())
-    scale = (times.compute_s + times.bubble_s) / micro_batch_s if micro_batch_s else 0.0
-    found = _sum(
-        [{kind: s * scale for kind, s in busiest.items()}, {links_of(estimator, BATCH): times.sync_s}, {UPDATE: times.optimizer_s}]
-    )
+    sent_s = estimator.transfers_s(times)
+    scale = (times.compute_s + times.bubble_s - sent_s) / micro_batch_s if micro_batch_s else 0.0
+    exchanged = [{links_of(estimator, BATCH): times.sync_s}, {links_of(estimator, LAYERS): sent_s}]
+    found = _sum([{kind: s * scale for kind, s in busiest.items()}, *exchanged, {UPDATE: times.optimizer_s}])
     return dict(sorted(((kind, s) for kind, s in found.items() if s > 0), key=lambda item: -item[1]))
 
 

@@ -306,7 +306,7 @@ class RankPieces:
     @property
     def of_rank(self) -> OfRank:
         program = self.rank.program
-        buffers = sum(program.types[b.value].nbytes for b in program.buffers)
+        buffers = sum(program.types[b.value].nbytes for b in program.buffers) // self.parts
         return OfRank(buffers=buffers, batch=self.batch_bytes, prologue=prologue_bytes(self.rank))
 
     @functools.cached_property

@@ -40,6 +40,7 @@ __all__ = [
     "shortfall_text", "sizes_that_do", "tried", "values_that_do",
 ]  # fmt: skip
 
+LEANEST = 3  # meshes of which it is worked out what their leanest choices need as they run
 MESHES = 12  # that are looked at for one change, those that split the most first
 VALUES: Mapping[str, tuple[Any, ...]] = {
     "zero": tuple(sorted({row.zero for row in RESTS.values()})), "recompute": (*RECOMPUTES, "auto"), "schedule": tuple(SCHEDULES),
@@ -110,14 +111,23 @@ def leanest(question: Question) -> Short | None:
         for other in question.space.leaner(first, known[first].prices):  # those that keep less at a price
             if other not in known and (estimator := _estimator(question, other)) is not None:
                 needs[other] = _by_pieces(estimator)
-        choice = min(needs, key=needs.__getitem__)
+    of_meshes: dict[Mesh, Choice] = {}  # the leanest of each by its pieces, of which several may need more together
+    for choice in sorted(needs, key=needs.__getitem__):
+        of_meshes.setdefault(choice.mesh, choice)
+    found = (_as_it_runs(question, choice, needs[choice]) for choice in list(of_meshes.values())[:LEANEST])
+    return min((x for x in found if x is not None), key=lambda x: x.needs_bytes, default=None)
+
+
+def _as_it_runs(question: Question, choice: Choice, needs: float) -> Short | None:
+    """needs: of its pieces, at least."""
     found = _leanest_candidate(question, choice)
     if found is None:
         return None
     totals = [s.memory.upper_bytes for s in found.stages]
     stage = max(range(len(totals)), key=totals.__getitem__)
-    needs_bytes = max(totals[stage], needs[choice])
-    return Short(choice=choice, stage=stage, stages=len(totals), memory=found.stages[stage].memory, needs_bytes=needs_bytes)
+    return Short(
+        choice=choice, stage=stage, stages=len(totals), memory=found.stages[stage].memory, needs_bytes=max(totals[stage], needs)
+    )  # fmt: skip
 
 
 def _lean_choices(question: Question, worth: Callable[[Choice], bool] = lambda _: True) -> Iterator[tuple[Choice, Estimator]]:

@@ -349,8 +349,9 @@ class Store:
         problem = self._problem(body, axis, n, self.pricer(mesh), leaves, self._inner_choices[key][1])
         states = 2 + OPTIMIZERS[self.optimizer]  # of each byte of a parameter: itself, its gradient, the optimizer's
         problem = dataclasses.replace(
-            problem, memory_price_s_per_byte=form.byte_s, state_price_s_per_byte=problem.state_price_s_per_byte + states * form.byte_s
-        )
+            problem, memory_price_s_per_byte=form.byte_s, rest_price_s_per_byte=form.byte_s,
+            state_price_s_per_byte=problem.state_price_s_per_byte + states * form.byte_s,
+        )  # fmt: skip
         if form.sequence is None:
             return problem
         cut = with_matrices_cut(problem.choices, problem.params)

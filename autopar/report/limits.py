@@ -55,7 +55,7 @@ def _of_time(plan: Plan, kind: str, share: float) -> Limit:
         return Limit(kind="launches", text=text, share=share)
     if kind == BUBBLE:
         flow = f"{counted(plan.micro_batches, 'micro-batch')} over {plan.mesh[LAYERS]} ranks"
-        text = f"pipeline: {said} of the step is bubble and transfers, with {flow}"
+        text = f"pipeline: {said} of the step is bubble, with {flow}"
         return Limit(kind="pipeline", text=text, share=share)
     if kind == UPDATE:
         return Limit(kind="optimizer", text=f"optimizer: its update takes {said} of the step", share=share)

@@ -33,6 +33,7 @@ NAME = 22  # letters of a module's
 ROWS = 4  # of what may be long: what matters most; tables_text has all
 STAGES = LIMITS = 3
 RELIEFS, OTHER = 3, 3  # changes that are shown; parts of a plan that differ from now, where more are said as the whole plan
+TELLING = 0.05  # by how much faster a change makes a plan that is shown behind two others
 NONE = {"replicated": ("not split", "no rule"), "probed": ("probed",), "refused": ("refused",), "padded": ("padded",)}
 COMMUNICATION = "communication"  # kinds of time that begin so are over an axis
 PACE = "issuing operators (the pace of the host)"
@@ -217,7 +218,8 @@ SECTIONS: tuple[tuple[Callable[[Explanation], str], ...], ...] = ((_layout,), (_
 
 
 def reliefs_text(e: Explanation) -> str:
-    rows = [_relief(x, e.plan) for x in e.reliefs[:RELIEFS]]
+    telling = [x for k, x in enumerate(e.reliefs[:RELIEFS]) if k < 2 or (x.speedup or 0.0) >= 1 + TELLING]
+    rows = [_relief(x, e.plan) for x in telling]
     return last_cut(("what would relieve it", "a step", "", "the best plan then"), rows) if rows else ""
 
 

@@ -202,10 +202,8 @@ class Forms:
         """The numbers that what is captured for a call takes as inputs: those that others had otherwise. moved: where numbers have changed
         since the last one."""
         apart = (numbers for other in self._made if (numbers := _numbers_apart(key, other)))
-        arguments = next(apart, frozenset[Path]())
-        return Varying(
-            self._varying.arguments | (arguments - self._fixed.arguments), self._varying.places | (moved - self._fixed.places)
-        )
+        arguments = self._varying.arguments | (next(apart, frozenset[Path]()) - self._fixed.arguments)
+        return Varying(arguments & {path for path, _ in key[2]}, self._varying.places | (moved - self._fixed.places))
 
     def _note(self, varying: Varying, form: Form) -> None:
         """varying: numbers that a form was to take as inputs. Those that it does not, or of which it asks what exactly they are, others
@@ -213,7 +211,9 @@ class Forms:
         taken, exactly = form.varied.of_all, form.varied.fixed
         arguments, places = taken.arguments - exactly.arguments, taken.places - exactly.places
         self._fixed = Varying(self._fixed.arguments | (varying.arguments - arguments), self._fixed.places | (varying.places - places))
-        self._varying = Varying(arguments, places)
+        self._varying = Varying(
+            (self._varying.arguments | arguments) - self._fixed.arguments, (self._varying.places | places) - self._fixed.places
+        )
 
     def _input(self, call: Call, known: dict[Path, Tensor], path: Path) -> Tensor:
         """Collective, where each rank is given its own part: an input of a call, of the global batch. known: those that were asked for."""

@@ -146,12 +146,18 @@ class Batch:
         record.left()
         one = self._mesh.dp.size == 1
         divided = {s.name for s in self._manifest.inputs if self.local and (one or Layout.parse(s.layouts.get(BATCH, "I")).is_shard)}
+        numbers = {spec.name for spec in self._manifest.inputs if spec.path[:1] == (NUMBERS,)}
         first: dict[tuple[str, int], tuple[int, int]] = {}
         parts: dict[int, list[int]] = {}
         for rank, (part, *theirs) in enumerate(torch.stack(everyone).tolist()):
             parts.setdefault(part, theirs)
             for name, found in zip(bound, theirs, strict=True):
                 other, expected = first.setdefault((name, part if name in divided else 0), (rank, found))
+                if found != expected and name in numbers:
+                    raise LaunchError(
+                        f"the number {name[2:]} is another on rank {other} than on rank {rank}: what a forward reads is to be "
+                        f"set on all ranks alike"
+                    )
                 if found != expected:
                     raise LaunchError(
                         f"input {name!r} differs between rank {other} and rank {rank}, which must be given the same data. "
