@@ -280,6 +280,9 @@ def test_help_names_every_command(run) -> None:
         (["explain", "good.json", "--gpus", "8"], "is a plan for 4 GPUs, and --gpus says 8"),
         (["explain", "good.json", "--pin", "tp=2"], "--pin is for a TARGET"),
         (["explain", "good.json", "--time-limit", "3"], "--time-limit is for a TARGET"),
+        (["explain", "good.json", "--memory", "10GiB"], "is a plan, which is shown as it is, and --memory says 10GiB"),
+        (["explain", "good.json", "--cluster", "dgx-a100"], "--cluster says dgx-a100"),
+        (["explain", "good.json", "--optimizer", "sgd"], "--optimizer says sgd"),
         (["explain"], "TARGET is missing"),
         (["explain", "good.json", "gpus=2"], "one argument too many"),
         (["explain", "good.json", "--why", "w"], "autopar explain TARGET --plan good.json --why w"),
@@ -375,6 +378,7 @@ def test_plan_is_written_explained_and_compared(models: Path, run) -> None:
     assert "written to b.json" in ran.out
 
     told = run("explain", "b.json")
+    assert run("explain", "b.json", "--precision", "fp32", "--optimizer", "adamw").out == told.out  # which it is of
     assert told.out.startswith("Net on 2 x h100-sxm: tp 2") and "tensor parallel" in told.out
     assert max(map(len, told.out.splitlines())) <= 100
     assert "strategies (" in run("explain", "b.json", "--verbose").out and "strategies (" not in told.out

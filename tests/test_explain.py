@@ -10,17 +10,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from explain_cases import CASES, masked, program_of, study_of
 from planner_programs import captured_of
+from torch import nn
 
 from autopar import cli
 from autopar.axes import AXES
+from autopar.capture import capture
 from autopar.errors import Infeasible, PlanError
 from autopar.explain import Refused
+from autopar.explain import sweep as sweeps
 from autopar.explain.asking import answer_text, what_if, why_not
 from autopar.explain.changes import pairs_of, parsed_pins, with_changes
 from autopar.explain.families import families_of
@@ -41,6 +46,7 @@ from autopar.report.explanation import SCHEMA, Explanation, Family, OperatorView
 from autopar.report.sweep import sweep_text
 from autopar.report.text import _other, document, explanation_text, plan_text
 from cost_models.cluster import load_cluster
+from cost_models.compute import rate_of
 
 pytestmark = pytest.mark.pure
 
@@ -441,3 +447,42 @@ def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["explain", "--schema"])
     assert not stop.value.code
     assert json.loads(capsys.readouterr().out) == schema()
+
+
+def test_scaling_goes_on_behind_a_number_of_gpus_that_does_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeps, "time_of", lambda plan: [SimpleNamespace(kind="comm", share=0.5, seconds=1.0)])
+
+    def stops(**works: float) -> tuple[int | None, str]:
+        plans: Any = [(int(gpus[1:]), SimpleNamespace(tokens_or_samples_per_s=work)) for gpus, work in works.items()]
+        return sweeps._stops(plans)
+
+    assert stops(_8=100.0, _13=90.0, _16=200.0) == (16, "")
+    assert stops(_8=100.0, _16=200.0, _24=205.0)[0] == 16
+    assert stops(_8=100.0, _13=90.0)[0] == 8
+
+
+def test_what_binds_a_family_is_said_of_the_mesh_that_was_asked_for() -> None:
+    """And where no plan is there for other reasons than memory, the first of them."""
+    found = [*families_of(study_of(captured_of("deep")[0].program, 8)), *families_of(study_of(captured_of("normed")[0].program, 8))]
+    refused = [family.why for family in found if family.step_time_s is None]
+    assert refused and not any(why.endswith(":") or "there is no data axis" in why for why in refused)
+
+
+def test_memory_that_no_gpu_of_the_cluster_has_is_told() -> None:
+    cluster = load_cluster("rtx4090-8x")
+    program = program_of(256, 1, 4, 8, 32, 256)
+    notes = make_plan(program, 2, cluster, memory_limit_bytes=80 * 2**30).notes
+    assert any("has 23.60 GiB, and the plan may use 80.00 GiB" in note for note in notes), notes
+    assert not any("may use" in note for note in make_plan(program, 2, cluster).notes)
+
+
+def test_float32_convolutions_are_measured_against_the_rate_they_run_at() -> None:
+    gpu = load_cluster("dgx-a100").gpu
+    assert rate_of("conv", "float32", gpu) == "tf32" and rate_of("matmul", "float32", gpu) == "float32"
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 1))
+        program = capture(net, (torch.empty(64, 3, 64, 64),), loss=lambda out: out.mean()).program
+    plan = make_plan(program, 1, load_cluster("dgx-a100"))
+    assert plan.account is not None and plan.account.peak_flops_per_s > 0.9 * gpu.peak_flops_per_s("tf32")
+    mfu = explanation_of(plan).summary.mfu
+    assert mfu is not None and mfu < 1

@@ -117,6 +117,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ({"rest": "zero7"}, "rest"),
         ({"rest": "zero1"}, "cannot lie over 1 of 1"),
         ({"shard": 2}, "cannot lie over 2 of 1"),
+        ({"model": "\x1b[31mred"}, "to be plain text"),
         ({"gpus": 0}, "damaged"),
         ({"memo": 1}, "damaged"),
         ({"step_time_s": -1.0}, "damaged"),
