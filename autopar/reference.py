@@ -23,7 +23,6 @@ from autopar.capture import LOWER_PRECISIONS, Captured, capture, in_float64, lif
 from autopar.capture.export import loss_of
 from autopar.capture.made import in_the_state
 from autopar.capture.source import first_line
-from autopar.capture.trace import leaf_path
 from autopar.compare import finite, worst
 from autopar.copies import copied
 from autopar.draws import Recorder, drawn_names, draws_given
@@ -32,6 +31,7 @@ from autopar.ir import Program
 from autopar.planner.moments import batched_inputs
 from autopar.planner.wishes import check_inputs
 from autopar.run.inputs import not_dense, positional_names
+from autopar.run.objects import leaf_path
 from autopar.verify_rank import ADAM_EPS, LEARNING_RATE, Call, Draws, Found
 
 __all__ = ["Errors", "Original", "Reference", "as_float64", "errors_of", "reference", "without_dropout"]

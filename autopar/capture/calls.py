@@ -365,7 +365,7 @@ def refuse_changing(
             f"each call of {name} changes {'; '.join(map(str, wrong[:3]))}{more}: state that is not in a buffer, which a graph does not "
             f"have\n  what to do: {remedy}"
         )
-        numbers = all(type(c.before) in (int, float) and type(c.after) is type(c.before) for c in wrong)
+        numbers = all(change.of_numbers for change in wrong)
         raise NumbersChange(said, [change.path for change in wrong]) if numbers else CaptureError(said)
     return tuple(written)
 

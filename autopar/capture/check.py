@@ -80,7 +80,7 @@ def check_program(
                 f"{_of(calls)}, keep it in a buffer; if its first call sets something up, call the model once before compiling it; if it "
                 f"asks whether it is traced, ask torch.compiler.is_compiling() under that name; else this is a defect of autopar"
             )
-            numbers = [c.path for c in calls.settled if type(c.before) in (int, float) and type(c.after) is type(c.before)]
+            numbers = [change.path for change in calls.settled if change.of_numbers]
             raise NumbersChange(said, numbers) if number and numbers else CaptureError(said)
         by_name = dict(zip(program.outputs, outputs, strict=True))
         ours = [by_name[name] for name in names]

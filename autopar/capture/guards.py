@@ -178,7 +178,7 @@ class Guards:
             return None
         later = State.take(self._model, self._loss, self._state)
         found = [change for change in self._state.changes(later) if self._counts(change)]
-        if all(type(change.before) in (int, float) and type(change.after) is type(change.before) for change in found):
+        if all(change.of_numbers for change in found):
             self.moved = frozenset(change.path for change in found)
         if not found:  # equal values, in other objects
             self._index(later)

@@ -58,7 +58,7 @@ from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.said import sayings_of
 from autopar.capture.shaped import as_a_call_leaves_it
 from autopar.capture.state import Change, State
-from autopar.capture.trace import Trace, flatten, leaf_path
+from autopar.capture.trace import Trace, flatten
 from autopar.capture.varying import Numbers
 from autopar.capture.without_data import on_meta
 from autopar.collector import held_back
@@ -78,6 +78,7 @@ from autopar.run.checkpointed import functions_called
 from autopar.run.grad_mode import buffers_without_gradients
 from autopar.run.inputs import Arguments, arguments_of, check_attributes, given_as, positional_names
 from autopar.run.key_values import without_key_value_cache
+from autopar.run.objects import leaf_path
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.region import REGION, Applied, Region

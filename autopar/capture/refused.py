@@ -8,9 +8,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autopar.capture.calls import Inputs
-from autopar.capture.trace import leaf_path
 from autopar.errors import CaptureError
 from autopar.run.inputs import not_dense
+from autopar.run.objects import leaf_path
 
 __all__ = ["check_inputs", "check_tensors"]
 

@@ -41,6 +41,11 @@ class Change:
         return f"{self.path} from {describe(self.before)} to {'another ' if self._alike else ''}{describe(self.after)}"
 
     @property
+    def of_numbers(self) -> bool:
+        """Whether a number is another number of its kind now."""
+        return type(self.before) in (int, float) and type(self.after) is type(self.before)
+
+    @property
     def _alike(self) -> bool:
         return self.before is not ABSENT and describe(self.before) == describe(self.after)
 

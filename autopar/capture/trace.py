@@ -29,11 +29,11 @@ from autopar.errors import CaptureError, DependsOnValues, SparseGradients
 from autopar.ir import Arg, Buffer, Input, Op, Param, Ref
 from autopar.run.autocast import Autocast
 from autopar.run.condition import Condition
-from autopar.run.objects import key_name
+from autopar.run.objects import leaf_path
 from autopar.run.region import REGION, Terms, within
 from autopar.run.varying import NUMBERS
 
-__all__ = ["Names", "Trace", "Traced", "flatten", "leaf_path"]
+__all__ = ["Names", "Trace", "Traced", "flatten"]
 
 _ASSERTIONS = ("_assert_", "sym_constrain", "_functional_assert", "_functional_sym", "_check")
 _CASTS = {"aten.to", "aten._to_copy", "aten.type_as", "aten._autocast_to_full_precision", "aten._autocast_to_reduced_precision"}
@@ -511,11 +511,6 @@ def _leaf_paths(exported: ExportedProgram) -> list[tuple[str | int, ...]]:
     for path, index in pytree.tree_leaves_with_path(indices):
         paths[index] = leaf_path(path)
     return paths
-
-
-def leaf_path(path: Sequence[Any]) -> tuple[str | int, ...]:
-    """The path of a leaf of (args, kwargs): positional leaves start with their position, keyword ones with their name."""
-    return tuple(map(key_name, path[1:]))
 
 
 def _is_submodule(module: fx.GraphModule, target: object) -> bool:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.held import places
 from autopar.capture.state import State
 from autopar.errors import CaptureError, NumbersChange
-from autopar.run.objects import key_name
+from autopar.run.objects import leaf_path
 from autopar.run.varying import Asked, Leaf, Number, Path, Varied, Varying, as_tensor
 
 __all__ = ["Followed", "Numbers", "in_torch", "refuse_kept"]
@@ -38,7 +38,7 @@ class Numbers:
         """names: of the forward's positional parameters. state: of the model. CaptureError if one is not there, or is no number."""
         leaves: list[tuple[Leaf, Path, Number]] = []
         for path, value in pytree.tree_leaves_with_path(inputs):
-            first, *rest = found = _leaf_path(path)
+            first, *rest = found = leaf_path(path)
             named = (names[first], *rest) if isinstance(first, int) and first < len(names) else found
             if named in varying.arguments and type(value) in (int, float):
                 leaves.append((Leaf(_text(named), type(value), argument=named), found, value))
@@ -47,7 +47,6 @@ class Numbers:
                 leaves.append((Leaf(place.path, type(value), place=place), (), value))
         self.leaves = tuple(leaf for leaf, _, _ in leaves)
         self.paths = {path: number for number, (_, path, _) in enumerate(leaves) if path}
-        self._inputs = inputs
         if len({leaf.name for leaf in self.leaves}) < len(varying.arguments) + len(varying.places):
             raise CaptureError("of numbers that calls have otherwise, some are not there")
         self._arguments = {leaf.argument: value for leaf, path, value in leaves if path}
@@ -84,7 +83,7 @@ class Followed:
             return args, kwargs
 
         def at(path: Sequence[Any], leaf: Any) -> Any:
-            number = self._numbers.paths.get(_leaf_path(path))
+            number = self._numbers.paths.get(leaf_path(path))
             return leaf if number is None else self._stand[number]
 
         found: _Inputs = pytree.tree_map_with_path(at, (args, kwargs))
@@ -135,11 +134,6 @@ def refuse_kept(output: Any, state: State) -> None:
         raise NumbersChange(f"the forward keeps in {kept[0]} a number that calls have otherwise, or one that it computes of it", kept)
     if any(type(x) is _Varies for x in pytree.tree_leaves(output)):
         raise CaptureError("the forward returns a number that calls have otherwise, or one that it computes of it")
-
-
-def _leaf_path(path: Sequence[Any]) -> Path:
-    """As programs name the leaves of (args, kwargs)."""
-    return tuple(map(key_name, path[1:]))
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["key_name", "make_known", "parts_of"]
+__all__ = ["key_name", "leaf_path", "make_known", "parts_of"]
 
 _Names = tuple[Any, tuple[str, ...]]
 
@@ -77,3 +77,8 @@ def _together(items: Any, names: _Names) -> Any:
     for name, value in zip(held, items, strict=True):
         object.__setattr__(made, name, value)
     return made
+
+
+def leaf_path(path: Sequence[Any]) -> tuple[str | int, ...]:
+    """The path of a leaf of (args, kwargs): positional leaves start with their position, keyword ones with their name."""
+    return tuple(map(key_name, path[1:]))
