@@ -385,7 +385,8 @@ def in_torch(
 def _without(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
-    name = getattr(func, "__name__", "").strip("_")
+    own = getattr(func, "__name__", "")
+    name, in_place = own.strip("_"), own.endswith("_") and not own.endswith("__")
     numbers = [x for x in args if type(x) is _Varies]
     if name in _MAKES and args and type(args[0]) is _Varies and len(args) == 1 and kwargs.keys() <= {"dtype", "device"}:
         kind = kwargs.get("dtype") or (torch.int64 if type(args[0].value) is int else torch.get_default_dtype())
@@ -394,7 +395,6 @@ def _without(
         return (lambda: made if device is None else made.to(device)), (), {}
     tensors = [x for x in (args[1:] if name == "where" else args) if isinstance(x, Tensor)]
     kind = torch.result_type(tensors[0], numbers[0].value) if tensors and numbers else None
-    in_place = getattr(func, "__name__", "").endswith("_") and not getattr(func, "__name__", "").endswith("__")
     counts = {"where": (1, 3), "lerp": (2, 3)}.get(name, (1, 2))
     known = name in _ELEMENTWISE and not kwargs and len(numbers) == 1 and (len(tensors), len(args)) == counts
     rounded = name in _ROUNDED_BEFORE or (name in _SUMS and bool(tensors) and tensors[0].device.type == "cpu")

@@ -48,16 +48,15 @@ WORK_FIRST = 1000.0  # how many times its time without latencies an operator cos
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisProblem:
-    """What to decide on axis `axis` of n ranks. memory_price_s_per_byte: of activations kept for backward;
-    state_price_s_per_byte: of each byte of a parameter at rest with its gradient and optimizer states; rest_price_s_per_byte: of other
-    leaves (buffers); sync_price_s_per_byte: of a parameter's byte, what bringing the gradient together costs; wider: how many times more
-    bytes those have than the parameter as it is used, where that is cast; sent: the same of the gradient as it is sent, where that is
-    another dtype than it rests in. fixed: values that may not change their layout after they are made (mutated buffers). sync_params:
-    price the reduction of gradients
-    of parameters that are used as R (on a data axis it is a cost that every plan has). work_first: split as much work as
-    can be split, and only then save communication: what a data axis is for, and what a pinned axis asks for on a model so
-    small that leaving it idle would be faster. sequence_parallel: False: no activation is cut, what is sharded comes from
-    sharded parameters; True: none is made whole for the same work, sums of terms are scattered and gathered where they are used."""
+    """What to decide on axis `axis` of n ranks. memory_price_s_per_byte: of activations kept for backward; state_price_s_per_byte: of
+    each byte of a parameter at rest with its gradient and optimizer states; rest_price_s_per_byte: of other leaves (buffers);
+    sync_price_s_per_byte: of a parameter's byte, what bringing the gradient together costs; wider: how many times more bytes those have
+    than the parameter as it is used, where that is cast; sent: the same of the gradient as it is sent, where that is another dtype than
+    it rests in. fixed: values that may not change their layout after they are made (mutated buffers). sync_params: price the reduction of
+    gradients of parameters that are used as R (on a data axis it is a cost that every plan has). work_first: split as much work as can be
+    split, and only then save communication: what a data axis is for, and what a pinned axis asks for on a model so small that leaving it
+    idle would be faster. sequence_parallel: False: no activation is cut, what is sharded comes from sharded parameters; True: none is
+    made whole for the same work, sums of terms are scattered and gathered where they are used."""
 
     axis: str
     n: int

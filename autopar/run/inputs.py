@@ -55,9 +55,11 @@ class Batch:
             (dtype_named(s.dtype), x.local_shape(s.shape, mesh.dp.size) if x is not None else s.shape, s.grad)
             for s, x in zip(manifest.inputs, layouts, strict=True)
         ]
-        paths = [() if spec.path[:1] == (NUMBERS,) else self.named(spec.path) for spec in manifest.inputs]
+        # the inputs that are numbers which vary, and the place of each among them
+        self._numbers = {spec.name: int(spec.path[1]) for spec in manifest.inputs if spec.path[:1] == (NUMBERS,)}
         values = [(path, _value(v)) for path, v in self._constants.items() if v is not None]
-        self.expected = _sorted([*(pair for pair in zip(paths, shapes, strict=True) if pair[0]), *values])
+        given = zip(manifest.inputs, shapes, strict=True)
+        self.expected = _sorted([*((self.named(s.path), shape) for s, shape in given if s.name not in self._numbers), *values])
 
     def shapes(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Shapes:
         """The path of each leaf of a call, with the dtype and shape of a tensor (and whether it requires a gradient) or the value of
@@ -106,8 +108,8 @@ class Batch:
         bound: dict[str, Tensor] = {}
         missing: list[str] = []
         for spec in self._manifest.inputs:
-            if spec.path[:1] == (NUMBERS,):
-                bound[spec.name] = as_tensor(numbers[int(spec.path[1])])
+            if spec.name in self._numbers:
+                bound[spec.name] = as_tensor(numbers[self._numbers[spec.name]])
                 continue
             path = self.named(spec.path)
             if path in found:
@@ -146,14 +148,13 @@ class Batch:
         record.left()
         one = self._mesh.dp.size == 1
         divided = {s.name for s in self._manifest.inputs if self.local and (one or Layout.parse(s.layouts.get(BATCH, "I")).is_shard)}
-        numbers = {spec.name for spec in self._manifest.inputs if spec.path[:1] == (NUMBERS,)}
         first: dict[tuple[str, int], tuple[int, int]] = {}
         parts: dict[int, list[int]] = {}
         for rank, (part, *theirs) in enumerate(torch.stack(everyone).tolist()):
             parts.setdefault(part, theirs)
             for name, found in zip(bound, theirs, strict=True):
                 other, expected = first.setdefault((name, part if name in divided else 0), (rank, found))
-                if found != expected and name in numbers:
+                if found != expected and name in self._numbers:
                     raise LaunchError(
                         f"the number {name[2:]} is another on rank {other} than on rank {rank}: what a forward reads is to be "
                         f"set on all ranks alike"
