@@ -1,8 +1,11 @@
-"""On a terminal, for which a pseudo-terminal stands: a bar that says what is found so far, and Ctrl-C that ends with the best plan."""
+"""On a terminal, for which a pseudo-terminal stands: a bar that says what is found so far, and Ctrl-C that ends with the best plan.
+
+The answer goes to a file, as behind `>`: a pseudo-terminal has lost, on a busy machine, what was written last."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
 import re
@@ -16,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from autopar.report.text import show
 
 pytestmark = pytest.mark.pure
 
@@ -73,20 +78,26 @@ LAST = "<nothing comes behind this>"
 
 
 class Terminal:
-    """A program whose output and errors are a terminal of 100 columns."""
+    """A program whose input and errors are a terminal of 100 columns, and whose output is a file."""
 
     def __init__(self, folder: Path, wait_s: float, *words: str) -> None:
         (folder / "net.py").write_text(MODEL)
+        self._errors, self._output = "", folder / "output"
         self.master, self.slave = pty.openpty()  # ours stays open: what is written last can be lost where a terminal is closed
         env = {**os.environ, "AUTOPAR_CACHE": "off", "COLUMNS": "100", "LINES": "40", "TERM": "xterm", "PYTHONUNBUFFERED": "1"}
         env.pop("RANK", None)
         # what is started in the background ignores the signal
-        self.program = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(SLOW), str(wait_s), *words], stdin=self.slave, stdout=self.slave,
-            stderr=self.slave, cwd=folder, env=env, start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )  # fmt: skip
-        self.said = ""
+        with self._output.open("wb") as output:
+            self.program = subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(SLOW), str(wait_s), *words], stdin=self.slave, stdout=output,
+                stderr=self.slave, cwd=folder, env=env, start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            )  # fmt: skip
+
+    @property
+    def said(self) -> str:
+        """The errors, and behind them the output."""
+        return self._errors + self._output.read_text(errors="replace")
 
     def until(self, seen: Callable[[str], object]) -> bool:
         """Read until the text is as it should be, or the program has ended."""
@@ -97,7 +108,7 @@ class Terminal:
             ended = self.program.poll() is not None
             ready, _, _ = select.select([self.master], [], [], 0.2)
             if ready:
-                self.said += os.read(self.master, 65536).decode(errors="replace")
+                self._errors += os.read(self.master, 65536).decode(errors="replace")
             elif ended:
                 return False
         return True
@@ -107,8 +118,8 @@ class Terminal:
         self.until(lambda _: False)
         code = self.program.wait(timeout=60)
         os.write(self.slave, LAST.encode())
-        while LAST not in self.said:
-            self.said += os.read(self.master, 65536).decode(errors="replace")
+        while LAST not in self._errors:
+            self._errors += os.read(self.master, 65536).decode(errors="replace")
         return code
 
     def __enter__(self) -> Terminal:
@@ -196,3 +207,18 @@ def test_ctrl_c_ends_a_question_with_what_is_known(tmp_path: Path, wait_s: float
         said = _plain(terminal.said)
         assert "Traceback" not in said and "the best plan so far is the answer" in said
         assert all(re.search(one, said) for one in says), said[-3000:]
+
+
+def test_an_answer_on_a_terminal_is_the_same_words_with_headings_in_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tty(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    text = "why not tp=8?\ntp=8: 14.2 ms a step\n\nwhat changed  chosen  tp=8\n  mesh        dp 32   ### 4.9"
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stdout", shown := Tty())
+    show(text)
+    words = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue())
+    assert words == f"{text}\n"
+    assert "\x1b[1mwhy not tp=8?\x1b[0m" in shown.getvalue() and "\x1b[36m###\x1b[0m" in shown.getvalue()
