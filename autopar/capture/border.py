@@ -21,7 +21,8 @@ from autopar import generators
 from autopar.capture.answers import NONE, Answers
 from autopar.capture.around import as_called
 from autopar.capture.attributes import Asked, Attributes
-from autopar.capture.calls import OTHER_DRAWS, Call, Calls, Inputs, call_twice, copied, drawn_outside, other_draws, refuse_changing, seeded
+from autopar.capture.calls import Call, Calls, Inputs, call_twice, copied, refuse_changing
+from autopar.capture.draws import OTHER_DRAWS, drawn_outside, other_draws, seeded
 from autopar.capture.export import FAILURES, HOOK, End, Step, as_exported, export, objective_of, own_gradients
 from autopar.capture.held import ABSENT, REGISTERED, Opaque, child, describe
 from autopar.capture.hidden import Hidden

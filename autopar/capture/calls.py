@@ -10,8 +10,6 @@ draws do not reach the loss. All else that goes on changing is state that a grap
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,11 +20,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar import generators
 from autopar.capture.answers import NONE, Answers
 from autopar.capture.appended import Appended, appended_between, only_appended_to
 from autopar.capture.around import as_called
 from autopar.capture.counted import counts_between, not_read, only_added_to
+from autopar.capture.draws import seeded
 from autopar.capture.export import FAILURES, left_at, objective_of
 from autopar.capture.follow import storage_of
 from autopar.capture.held import ABSENT, Opaque, Shape, same
@@ -44,8 +42,7 @@ from autopar.run.varying import NONE as NONE_VARIES
 from autopar.run.varying import Number, Varied
 
 __all__ = [
-    "OTHER_DRAWS", "Call", "Calls", "call_twice", "copied", "differentiated", "drawn_outside", "gradients_of", "left_as_it_was",
-    "of_a_module", "other_draws", "refuse_changing", "seeded",
+    "Call", "Calls", "call_twice", "copied", "differentiated", "gradients_of", "left_as_it_was", "of_a_module", "refuse_changing",
 ]  # fmt: skip
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -493,63 +490,6 @@ def _as_before(model: nn.Module, start: State, params: Iterable[torch.Tensor] = 
             for tensor, version, value in others:
                 if tensor._version != version or (tensor.layout == torch.strided and not tensor.is_meta and not tensor.equal(value)):
                     tensor.detach().copy_(value)
-
-
-@contextlib.contextmanager
-def seeded(seed: int, *, outside: bool = True) -> Iterator[None]:
-    """Every run inside draws the same random numbers; the random states are restored after it."""
-    with generators.kept(), _outside_kept():
-        torch.manual_seed(seed)
-        if outside:
-            random.seed(seed)
-            if (numpy := sys.modules.get("numpy")) is not None:
-                numpy.random.seed(seed)
-        yield
-
-
-@contextlib.contextmanager
-def _outside_kept() -> Iterator[None]:
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    array = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(array)
-
-
-@contextlib.contextmanager
-def drawn_outside() -> Iterator[list[str]]:
-    """Holds, after it, the generators other than torch's that the code inside drew from; their states are as before."""
-    drawn: list[str] = []
-    with _outside_kept():
-        numpy = sys.modules.get("numpy")
-        before = (random.getstate(), _numpy_state(numpy))
-        yield drawn
-        drawn += [name for name, a, b in zip(("random", "numpy.random"), before, (random.getstate(), _numpy_state(numpy))) if a != b]
-
-
-def _numpy_state(numpy: Any) -> object:
-    if numpy is None:
-        return None
-    name, keys, position, *rest = numpy.random.get_state()
-    return name, keys.tobytes(), position, tuple(rest)
-
-
-LOWEST, HIGHEST = 0, 0x12DD9BB3  # words of the state of a Mersenne twister, which gives 0 and 2^32 - 1 of them
-OTHER_DRAWS = tuple((*(word,) * 500, *range(1, 125)) for word in (LOWEST, HIGHEST))  # then others: loops that wait for a number end
-OTHER_DRAWS += tuple((*random.Random(seed).getstate()[1][1:624], 0) for seed in range(101, 109))  # their first words are all the same
-
-
-@contextlib.contextmanager
-def other_draws(words: tuple[int, ...]) -> Iterator[None]:
-    """Inside, Python's and numpy's global generators have this state."""
-    with _outside_kept():
-        random.setstate((3, (*words, 0), None))
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.set_state(("MT19937", numpy.array(words, dtype=numpy.uint32), 0, 0, 0.0))
-        yield
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from autopar.capture.answers import NONE, Answers
-from autopar.capture.calls import Calls, gradients_of, seeded
+from autopar.capture.calls import Calls, gradients_of
+from autopar.capture.draws import seeded
 from autopar.capture.interpret import run_whole_program
 from autopar.capture.source import first_line
 from autopar.errors import CaptureError, NumbersChange, OtherGradients

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.around import as_called
-from autopar.capture.calls import Inputs, copied, left_as_it_was, seeded
+from autopar.capture.calls import Inputs, copied, left_as_it_was
+from autopar.capture.draws import seeded
 from autopar.capture.export import objective_of
 from autopar.capture.made import holding, in_the_state
 from autopar.errors import BufferMade
