@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import Infeasible
+from autopar.planner import partition as under_test
 from autopar.planner.modes import Mode
-from autopar.planner.partition import Partition, least_bytes, partition
+from autopar.planner.partition import Partition, _Stages, least_bytes, partition
 from autopar.planner.solver import OutOfBudget
 from autopar.planner.stage_account import Account, EveryStage, Piece, Run, allowed, stage_bytes, stage_modes
 from cost_models.pipeline import in_flight, step_time_s
@@ -256,6 +257,56 @@ def test_a_search_that_was_cut_short_proves_nothing() -> None:
     assert why.value.bound == 6.0  # of the work alone
     with pytest.raises(Infeasible):  # which no mode can do
         partition((piece, piece), limit_bytes=1, nodes=1, **options)  # type: ignore[arg-type]
+
+
+@settings(max_examples=120, derandomize=True, deadline=None)
+@given(_problems())
+def test_a_stage_runs_no_less_again_than_is_known_before_it_is_looked_at(given_: dict) -> None:
+    pieces, stages, m, flights, limit, recompute = given_.values()
+    spans = _Stages(pieces, stages, flights, m, limit, recompute, None, {}, {})
+    for s, i in itertools.product(range(stages), range(len(pieces))):
+        for j in range(i + 1, len(pieces) + 1):
+            if stages == 1 and i:
+                continue
+            at_least_s, again = spans._at_least_s(i, j, s), spans.again(i, j, s)
+            assert again is None or at_least_s <= again[0] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_searches_that_were_cut_short_leave_a_bound_that_holds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all pieces differ there are more stages than can be searched: the best that is found is no better than the best of all, and
+    the bound no higher. What was found out before is taken, and changes nothing of that."""
+    rng = random.Random(seed)
+    pieces = tuple(
+        Piece(
+            forward_s=rng.uniform(1, 2), backward_s=rng.uniform(2, 4), rest_bytes=rng.uniform(0, 5), gradient_bytes=rng.uniform(0, 5),
+            modes=(
+                held(rng.uniform(15, 20), 3),
+                held(rng.uniform(8, 12), 6, name="selective", again_s=rng.uniform(0.2, 0.6)),
+                held(rng.uniform(1, 4), 18, name="full", again_s=rng.uniform(0.8, 2)),
+            ),
+        )
+        for _ in range(9)
+    )  # fmt: skip
+    options = dict(stages=3, micro_batches=4, in_flight=(3, 2, 1), recompute="auto", limit_bytes=rng.uniform(90, 130))
+    whole = partition(pieces, **options)  # type: ignore[arg-type]
+    assert whole is not None and whole.outcome.status == "solved"
+    monkeypatch.setattr(under_test, "SEARCHED", 0)
+    monkeypatch.setattr(under_test, "FEWER", 1)
+    known: dict = {}
+    asked = 0
+    for _ in range(2):
+        found = partition(pieces, known=known, **options)  # type: ignore[arg-type]
+        assert found is not None
+        best_s = whole.outcome.objective
+        assert found.outcome.bound * (1 - 1e-9) <= best_s <= found.outcome.objective * (1 + 1e-9)
+        assert found.outcome.objective - found.outcome.bound <= 0.2 * best_s
+        assert _fullest(pieces, found.cuts, found.modes, (3, 2, 1), 4) <= options["limit_bytes"]
+        assert found.outcome.status == "solved" or found.outcome.gap > 0
+        asked = asked or len(known)
+    assert len(known) == asked
+    worth = partition(pieces, known=known, worth_s=1.1 * whole.outcome.objective, **options)  # type: ignore[arg-type]
+    assert worth is not None and worth.outcome.bound <= whole.outcome.objective * (1 + 1e-9)
 
 
 def test_the_objective_is_the_schedules_closed_form() -> None:

@@ -16,8 +16,8 @@ from autopar.axes import AXES, LAYERS
 from autopar.errors import Infeasible
 from autopar.ir import Span
 from autopar.planner.exchange import LeastOnce, Once
-from autopar.planner.interleave import KnownModes, least_of_ranks, partition_of_ranks, place_of, rank_bytes
-from autopar.planner.partition import UNSOLVED, Over, Partition, Refused, least_bytes, partition
+from autopar.planner.interleave import KnownOfRanks, least_of_ranks, partition_of_ranks, place_of, rank_bytes
+from autopar.planner.partition import UNSOLVED, KnownModes, Over, Partition, Refused, least_bytes, partition
 from autopar.planner.pieces import lies_in_parts
 from autopar.planner.plan import StagePlan
 from autopar.planner.price import Params
@@ -97,11 +97,15 @@ class Estimator(RankPieces):
         return partition(
             self.pieces, stages=self.flow.stages, micro_batches=self.rank.micro_batches, in_flight=self.flow.in_flight,
             limit_bytes=limit_bytes, recompute=self.recompute, cuts=cuts, worth_s=objective_s, over=over, refused=refused,
-            step_s=self.step_s, least_ends_s=self.least_ends_s, nodes=nodes,
+            step_s=self.step_s, least_ends_s=self.least_ends_s, nodes=nodes, known=self._modes_of_stages,
         )  # fmt: skip
 
     @functools.cached_property
-    def _modes_of_ranks(self) -> KnownModes:
+    def _modes_of_stages(self) -> KnownModes:
+        return {}
+
+    @functools.cached_property
+    def _modes_of_ranks(self) -> KnownOfRanks:
         return {} if self.folded is None else self.folded._modes_of_ranks
 
     @property

@@ -29,7 +29,7 @@ from autopar.planner.stage_account import Counts, Piece, Run, StageModes, allowe
 from cost_models.holds import OnRank
 from cost_models.pipeline import Flow
 
-__all__ = ["KnownModes", "least_of_ranks", "partition_of_ranks", "place_of", "rank_bytes"]
+__all__ = ["KnownOfRanks", "least_of_ranks", "partition_of_ranks", "place_of", "rank_bytes"]
 
 NODES = 12_000  # pieces that are gone through for one candidate: all of them for each end of a stage that is looked at
 MOVES = 24  # of one cut, each priced
@@ -37,7 +37,7 @@ MODES = 4_000  # nodes of the searches for the modes of the ranks of one candida
 FEWER = 20  # and then so many
 GIB = float(2**30)
 StepTime = Callable[[tuple[int, ...], tuple[int, ...]], float]  # of cuts and modes
-KnownModes = dict[Hashable, StageModes | OutOfBudget | None]  # by all that they depend on; None where none fit
+KnownOfRanks = dict[Hashable, StageModes | OutOfBudget | None]  # by all that they depend on; None where none fit
 
 
 def place_of(bounds: tuple[int, ...], flow: Flow, rank: int) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ def _sums(pieces: tuple[Piece, ...], recompute: str) -> list[float]:
 def partition_of_ranks(
     pieces: tuple[Piece, ...], *, flow: Flow, limit_bytes: float, recompute: str, step_s: StepTime, least_ends_s: float,
     worth_s: float = math.inf, cuts: tuple[int, ...] | None = None, over: Over | None = None, refused: Refused | None = None,
-    known: KnownModes | None = None,
+    known: KnownOfRanks | None = None,
 ) -> Partition | None:  # fmt: skip
     """The best stages and modes; None if no objective below worth_s is found. known: modes that were looked for before, with this flow.
     Other arguments as of `partition`. Raises Infeasible where all cuts were tried and none fits, OutOfBudget where those that were tried
@@ -146,7 +146,7 @@ class _Ranks:
     recompute: str
     over: Over
     refused: Refused
-    known: KnownModes
+    known: KnownOfRanks
     step_s: StepTime
     least_ends_s: float
     worth_s: float = math.inf

@@ -8,7 +8,8 @@
 m: micro-batches; again_k: seconds that the mode of piece k costs. What a stage [i, j) must run again to fit is a small choice of its own:
 how many pieces of each run of equal ones are in which mode (`stage_modes`). Given a limit on t, the cuts that run the least again
 are a shortest path over (stages, pieces), and of these those with the smallest t; the limit is then lowered below the t that was found,
-until nothing better can come. A run of 100 equal layers is as easy as one of 10.
+until nothing better can come. A run of 100 equal layers is as easy as one of 10. Where all layers differ there are thousands of stages:
+each counts for what it must run again at least (`_Stages.least_s`), and what it does run again is found out when a path goes through it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import functools
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy
 from numpy.typing import NDArray
@@ -26,20 +28,24 @@ from autopar.errors import Infeasible
 from autopar.planner.modes import Mode
 from autopar.planner.solver import Outcome, OutOfBudget
 from autopar.planner.stage_account import NODES as NODES_OF_MODES
-from autopar.planner.stage_account import Account, Counts, EveryStage, Piece, Run, allowed, stage_modes
+from autopar.planner.stage_account import Account, Counts, EveryStage, Piece, Run, allowed, stage_modes, steps_of
 
-__all__ = ["UNSOLVED", "Over", "Partition", "Place", "Refused", "TooLarge", "least_bytes", "partition"]
+__all__ = ["UNSOLVED", "KnownModes", "Over", "Partition", "Place", "Refused", "TooLarge", "least_bytes", "partition"]
 
 GIB = float(2**30)
+NEAR = 1e-9  # relative, what sums of floats are off by
 GAP = 1e-5  # relative, to which the cuts are proven
 ROUNDS = 400  # limits on the slowest stage that are tried for one candidate
 UNSOLVED = Outcome(objective=0.0, bound=0.0, gap=0.0, seconds=0.0, solver="none", variables=0, constraints=0)  # of stages as given
 NODES = 2000  # places of cuts that are looked at around the best ones
+SEARCHED = 20_000  # nodes of the searches for the modes of the stages of one candidate: each takes as many as it likes until these are gone
+FEWER = 20  # and then so many
 StepTime = Callable[[tuple[int, ...], tuple[int, ...]], float]  # of cuts and modes
 Place = tuple[int, ...]  # of a stage: its first piece, the first one behind it, its number; of several: of each, and the rank
 Over = Mapping[Place, float]  # bytes
 Refused = Mapping[Place, Collection[tuple[int, ...]]]  # modes of its pieces
 Again = tuple[float, tuple[tuple[int, ...], ...]]  # seconds; of each run how many pieces are in which of the allowed modes
+KnownModes = dict[tuple[object, ...], tuple[Again | None, float]]  # None if none fit; the seconds that they are at least
 Seconds = NDArray[numpy.float64]
 
 
@@ -81,6 +87,7 @@ def partition(
     step_s: StepTime | None = None,
     least_ends_s: float = 0.0,
     nodes: int = NODES_OF_MODES,
+    known: KnownModes | None = None,
 ) -> Partition | None:
     """The best stages and modes. recompute: 'none', 'selective', 'full' (each where a piece has such a mode) or 'auto'. worth_s: an
     objective that is not below it is of no use; None if there is no other. cuts: where they are decided already. rounds: how often the
@@ -88,10 +95,11 @@ def partition(
     beyond what their pieces say; refused: modes of certain stages that are known not to fit. step_s: of cuts and modes, with the terms
     that the objective leaves out, which come to least_ends_s at least: of cuts that could be as good as the best ones those with the
     fastest step are taken (`_Stages.nearby`). nodes: of the search for the modes of each stage (`stage_modes`): the bound is one whatever
-    they are. Raises Infeasible when nothing fits into limit_bytes, OutOfBudget when nothing was found
-    that does."""
+    they are. known: modes that were looked for before, of the same pieces. Raises Infeasible when nothing fits into limit_bytes,
+    OutOfBudget when nothing was found that does."""
     start = time.perf_counter()
-    spans = _Stages(pieces, stages, in_flight, micro_batches, limit_bytes, recompute, cuts, over or {}, refused or {}, nodes)
+    known = {} if known is None else known
+    spans = _Stages(pieces, stages, in_flight, micro_batches, limit_bytes, recompute, cuts, over or {}, refused or {}, nodes, known)
     total_s = spans.busy[-1]
     rest = micro_batches - 1
     evenly_s = max(total_s / stages, max(b - a for a, b in zip(spans.busy, spans.busy[1:], strict=False)))
@@ -99,18 +107,38 @@ def partition(
     def objective(path: _Path) -> float:
         return rest * path.slowest_s + total_s + path.again_s
 
+    def at_least(path: _Path) -> float:
+        """The objective, were the stages as fast as each other."""
+        return rest * max(evenly_s, (total_s + path.again_s) / stages) + total_s + path.again_s
+
+    def descent(first: _Path | None, limit_s: float, *, low: bool = False) -> tuple[_Path | None, float, bool]:
+        """The best path, what none is below, and whether that is proven to the gap, from a first one and a limit on the slowest stage on.
+        low: of what stages run again at least, where that is less than what was found."""
+        best, bound = first, 0.0
+        for _ in range(rounds):
+            path = spans.path(limit_s, low=low)
+            if path is None:
+                return best, objective(best) if best else math.inf, True
+            if best is None or objective(path) < objective(best):
+                best = path
+            bound = min(at_least(path), objective(best))  # whatever comes now runs no less again
+            if bound >= min(objective(best), worth_s) * (1 - GAP):
+                return best, bound, True
+            limit_s = path.slowest_s * (1 - 1e-12)
+        return best, bound, False
+
     best: _Path | None = None
     if cuts is None and not spans.could_fit():
         text = f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB"
         raise TooLarge(text, spans.least_bytes())
     least_s = rest * evenly_s + total_s
     if worth_s < math.inf and rest:
-        best = spans.path((worth_s - total_s) / rest)  # a slower stage alone would cost more than it is worth
-        if spans.unproven and least_s >= worth_s:
-            return None
-        no_better = best is None or rest * max(evenly_s, (total_s + best.again_s) / stages) + total_s + best.again_s >= worth_s
-        if no_better and not spans.unproven:
-            return None
+        limit_s = (worth_s - total_s) / rest  # a slower stage alone would cost more than it is worth
+        best = spans.path(limit_s)
+        if best is None or at_least(best) >= worth_s:
+            low = best if spans.exact else spans.path(limit_s, low=True)
+            if low is None or at_least(low) >= worth_s:
+                return None
     limit_s = evenly_s
     while best is None and limit_s < 2 * total_s:  # the first limit under which there is an answer
         limit_s *= 1.1
@@ -118,26 +146,14 @@ def partition(
     best = best or spans.path(math.inf)
     if best is None:
         text = f"stages: no cuts of {len(pieces)} segments into {stages} stages fit into {limit_bytes / GIB:.2f} GiB"
-        raise OutOfBudget(text, least_s) if spans.unproven else Infeasible(text)
+        raise Infeasible(text) if spans.exact else OutOfBudget(text, least_s)
     limit_s = (objective(best) - total_s) / rest * (1 + 1e-12) if rest else math.inf
-    bound, done = 0.0, False
-    for _ in range(rounds):
-        path = spans.path(limit_s)
-        if path is None:
-            bound, done = objective(best), True
-            break
-        if objective(path) < objective(best):
-            best = path
-        again_s = path.again_s  # whatever comes now runs no less again
-        bound = min(rest * max(evenly_s, (total_s + again_s) / stages) + total_s + again_s, objective(best))
-        if bound >= min(objective(best), worth_s) * (1 - GAP):
-            done = True
-            break
-        limit_s = path.slowest_s * (1 - 1e-12)
-    if spans.unproven:
-        bound, done = min(bound, least_s), False
-    if spans.slack_s:
-        bound, done = max(0.0, bound - (rest + stages) * spans.slack_s), False
+    best, bound, done = descent(best, limit_s)
+    assert best is not None, "it began with one"
+    if not spans.exact:
+        _, low_s, low_done = descent(None, limit_s, low=True)
+        bound = min(bound, low_s)
+        done = done and low_done and bound >= objective(best) * (1 - GAP)
     if bound >= worth_s:
         return None
     outcome = Outcome(
@@ -175,8 +191,8 @@ def _counts(account: Account, modes: Sequence[int]) -> Counts:
 
 @dataclass
 class _Stages:
-    """What each stage [i, j) takes, worked out when it is first asked for. slack_s: by how much one stage's modes may be slower than the
-    best ones, where their search was cut short; unproven: whether a stage is taken not to fit because that search found nothing."""
+    """What each stage [i, j) takes, worked out when it is first asked for. exact: whether the modes of all stages that were looked at are
+    the best ones, and those that do not fit are known not to: else their search was cut short. searched: nodes of these searches."""
 
     pieces: Sequence[Piece]
     stages: int
@@ -188,17 +204,20 @@ class _Stages:
     over: Over
     refused: Refused
     nodes: int = NODES_OF_MODES
-    slack_s: float = 0.0
-    unproven: bool = False
+    known: KnownModes = field(default_factory=dict)
+    exact: bool = True
+    searched: int = 0
     busy: list[float] = field(default_factory=lambda: [0.0])
     trained: list[int] = field(default_factory=lambda: [0])
-    _known: dict[tuple[object, ...], Again | None] = field(default_factory=dict)
-    _at: dict[Place, Again | None] = field(default_factory=dict)
+    _here: set[tuple[object, ...]] = field(default_factory=set)  # what is known of these stages
+    _at: dict[Place, tuple[Again | None, float]] = field(default_factory=dict)  # as what is known
     _modes: dict[Place, tuple[int, ...]] = field(default_factory=dict)
-    _every: dict[bool, EveryStage] = field(default_factory=dict)  # in the leanest modes, and in the fastest
-    _bytes: dict[tuple[bool, int], Seconds] = field(default_factory=dict)  # by that and micro-batches in flight
-    _fits: dict[tuple[bool, int], NDArray[numpy.bool_]] = field(default_factory=dict)  # the same
-    _tables: dict[int, Seconds] = field(default_factory=dict)  # by micro-batches in flight: of runs, seconds (not known yet: nan)
+    _every: dict[str, EveryStage] = field(default_factory=dict)  # by modes
+    _bytes: dict[tuple[str, int], Seconds] = field(default_factory=dict)  # by modes and micro-batches in flight
+    _fits: dict[tuple[str, int], NDArray[numpy.bool_]] = field(default_factory=dict)  # the same
+    _least: dict[int, Seconds] = field(default_factory=dict)  # by micro-batches in flight: of [i, j), seconds
+    # by micro-batches in flight and whether at least: of runs, seconds (not known yet: nan)
+    _tables: dict[tuple[int, bool], Seconds] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         kinds: dict[Piece, int] = {}
@@ -227,24 +246,49 @@ class _Stages:
             micro_batches=self.micro_batches,
         )  # fmt: skip
 
-    def fits(self, s: int, *, plain: bool) -> NDArray[numpy.bool_]:
-        """Of stage s as [i, j): whether it can fit in any modes; plain: whether it does if nothing runs again beyond what must."""
-        key = plain, self.in_flight[s]
+    def fits(self, s: int, modes: str) -> NDArray[numpy.bool_]:
+        """Of stage s as [i, j): whether it can fit in any modes ('leanest'), or does if nothing runs again beyond what must ('fastest')."""
+        key = modes, self.in_flight[s]
         if key not in self._fits:
-            self._fits[key] = self._stage_bytes(self.in_flight[s], plain) <= self.limit_bytes
+            self._fits[key] = self._stage_bytes(self.in_flight[s], modes) <= self.limit_bytes
         return self._fits[key]
 
-    def _stage_bytes(self, in_flight: int, plain: bool) -> Seconds:
-        if plain not in self._every:
-            of_kind = [
-                p.modes[may[fastest]] if plain else _leanest([p.modes[m] for m in may])
-                for p, may, fastest in zip(self.of_kind, self.may, self.fastest, strict=True)
+    def _stage_bytes(self, in_flight: int, modes: str) -> Seconds:
+        """modes: 'leanest', 'fastest', or 'apart' where a piece needs no more in a pass than in its leanest mode, and what the others keep
+        is that of their fastest."""
+        if modes not in self._every:
+            of_kind = []
+            for p, may, fastest in zip(self.of_kind, self.may, self.fastest, strict=True):
+                least, plain = _leanest([p.modes[m] for m in may]), p.modes[may[fastest]]
+                apart = replace(least, kept_bytes=plain.kept_bytes)
+                of_kind.append({"leanest": least, "fastest": plain, "apart": apart}[modes])
+            each = [of_kind[k] for k in self.kind]
+            self._every[modes] = EveryStage(self.pieces, each, self.micro_batches, first=self.stages == 1)
+        if (modes, in_flight) not in self._bytes:
+            self._bytes[modes, in_flight] = self._every[modes].bytes(in_flight)
+        return self._bytes[modes, in_flight]
+
+    def least_s(self, in_flight: int) -> Seconds:
+        """What stages [i, j) must run again at least: what is missing where they need most, by steps along the hulls of their pieces, the
+        cheapest byte first, parts of steps included, as if each byte were kept by all micro-batches in flight."""
+        if in_flight not in self._least:
+            lacks = numpy.maximum(self._stage_bytes(in_flight, "apart") - self.limit_bytes, 0.0) / in_flight
+            lacks[numpy.isinf(lacks)] = 0.0  # no stages
+            found, kinds = numpy.zeros_like(lacks), numpy.array(self.kind)
+            steps = [
+                (step.seconds / step.nbytes, step.nbytes, step.run)
+                for kind, (p, may, fastest) in enumerate(zip(self.of_kind, self.may, self.fastest, strict=True))
+                for step in steps_of(kind, Run(piece=p, count=1, modes=may), fastest)
             ]
-            modes = [of_kind[k] for k in self.kind]
-            self._every[plain] = EveryStage(self.pieces, modes, self.micro_batches, first=self.stages == 1)
-        if (plain, in_flight) not in self._bytes:
-            self._bytes[plain, in_flight] = self._every[plain].bytes(in_flight)
-        return self._bytes[plain, in_flight]
+            for rate, nbytes, kind in sorted(steps):
+                before = numpy.concatenate(([0], numpy.cumsum(kinds == kind)))
+                taken = numpy.minimum(lacks, nbytes * (before[None, :] - before[: len(lacks), None]))
+                numpy.maximum(taken, 0.0, out=taken)
+                found += rate * taken
+                lacks -= taken
+            found[lacks > NEAR * self.limit_bytes] = math.inf
+            self._least[in_flight] = found * (1 - NEAR)
+        return self._least[in_flight]
 
     def again(self, i: int, j: int, s: int) -> Again | None:
         """The least that stage s must run again if it is [i, j), beyond what its pieces must in any case: seconds, and for each run of
@@ -252,52 +296,91 @@ class _Stages:
         place = (i, j, s)
         if place not in self._at:
             self._at[place] = self._again_at(i, j, s)
-        return self._at[place]
+        return self._at[place][0]
 
-    def _again_at(self, i: int, j: int, s: int) -> Again | None:
+    def _again_at(self, i: int, j: int, s: int) -> tuple[Again | None, float]:
         place = (i, j, s)
         over, refused = self.over.get(place, 0.0), self.refused.get(place, ())
         if not over and not refused:
-            if self._stage_bytes(self.in_flight[s], True)[i, j] <= self.limit_bytes:
+            if self.fits(s, "fastest")[i, j]:
                 of = self.runs[self.of_span[i, j]]
-                return 0.0, tuple(tuple(n if k == self.fastest[kind] else 0 for k in range(len(self.may[kind]))) for kind, n in of)
-            if self._stage_bytes(self.in_flight[s], False)[i, j] > self.limit_bytes:
-                return None
+                return (0.0, tuple(tuple(n if k == self.fastest[kind] else 0 for k in range(len(self.may[kind]))) for kind, n in of)), 0.0
+            if not self.fits(s, "leanest")[i, j]:
+                return None, math.inf
         return self._again(int(self.of_span[i, j]), s, over, refused)
 
-    def _again(self, which: int, s: int, over: float = 0.0, refused: Collection[tuple[int, ...]] = ()) -> Again | None:
-        """Of a stage of these runs."""
+    def _again(self, which: int, s: int, over: float, refused: Collection[tuple[int, ...]]) -> tuple[Again | None, float]:
+        """Of a stage of these runs; and the seconds that it must run again at least."""
         account = self.account(self.runs[which], s)
         counted = frozenset(_counts(account, modes) for modes in refused)
-        key = (self.in_flight[s], over, counted, which)
-        if key not in self._known:
-            try:
-                found = stage_modes(account, self.limit_bytes - over, self.nodes, counted)
-            except OutOfBudget:
-                found, self.unproven = None, True
-            self._known[key] = None if found is None else (found.again_s, found.counts)
-            self.slack_s = max(self.slack_s, 0.0 if found is None else found.slack_s)
-        return self._known[key]
+        room = self.limit_bytes - over
+        key = (self.in_flight[s], room, counted, which, self.nodes)
+        if key not in self.known:
+            self.known[key] = self._searched(account, room, counted)
+        again, at_least_s = self.known[key]
+        if key not in self._here:
+            self._here.add(key)
+            self.exact = self.exact and (math.inf if again is None else again[0]) == at_least_s
+            if not over and not counted:
+                for low, seconds in ((False, math.inf if again is None else again[0]), (True, at_least_s)):
+                    self._table(s, low)[which] = seconds
+        return again, at_least_s
 
-    def _seconds(self, s: int, rows: slice, columns: slice, wanted: NDArray[numpy.bool_]) -> Seconds:
-        """What stages [i, j) must run again, of those that are wanted; infinite where they cannot fit."""
-        table = self._tables.setdefault(self.in_flight[s], numpy.full(len(self.runs), numpy.nan))
-        which, plain = self.of_span[rows, columns], self.fits(s, plain=True)[rows, columns]
+    def _searched(self, account: Account, room: float, refused: frozenset[Counts]) -> tuple[Again | None, float]:
+        nodes = self.nodes if self.searched < SEARCHED else min(self.nodes, FEWER)
+        try:
+            found = stage_modes(account, room, nodes, refused)
+        except OutOfBudget as budget:
+            self.searched += nodes
+            return None, budget.bound
+        if found is None:
+            return None, math.inf
+        self.searched += found.visited
+        return (found.again_s, found.counts), found.again_s - found.slack_s
+
+    def _table(self, s: int, low: bool) -> Seconds:
+        return self._tables.setdefault((self.in_flight[s], low), numpy.full(len(self.runs), numpy.nan))
+
+    def _seconds(self, s: int, rows: slice, columns: slice, wanted: NDArray[numpy.bool_], low: bool) -> Seconds:
+        """What stages [i, j) must run again, of those that are wanted, as far as it is known; infinite where they cannot fit."""
+        plain = self.fits(s, "fastest")[rows, columns]
         between = wanted & ~plain
-        between &= self.fits(s, plain=False)[rows, columns]
-        for k in numpy.unique(which[between & numpy.isnan(table[which])]).tolist():
-            again = self._again(k, s)
-            table[k] = math.inf if again is None else again[0]
-        found = numpy.where(between, table[which], numpy.where(wanted & plain, 0.0, math.inf))
+        between &= self.fits(s, "leanest")[rows, columns]
+        found = numpy.where(wanted & plain, 0.0, math.inf)
+        if between.any():
+            known = self._table(s, low)[self.of_span[rows, columns]]
+            least_s = self.least_s(self.in_flight[s])[rows, columns]
+            numpy.copyto(found, numpy.where(numpy.isnan(known), least_s, known), where=between)
         for i, j in self.named.get(s, ()):
-            if rows.start <= i < rows.stop and columns.start <= j < columns.stop and wanted[i - rows.start, j - columns.start]:
-                known = self.again(i, j, s)
-                found[i - rows.start, j - columns.start] = math.inf if known is None else known[0]
+            inside = rows.start <= i < rows.stop and columns.start <= j < columns.stop
+            if inside and wanted[i - rows.start, j - columns.start] and (i, j, s) in self._at:
+                again, at_least_s = self._at[i, j, s]
+                found[i - rows.start, j - columns.start] = at_least_s if low else math.inf if again is None else again[0]
         return found
 
-    def path(self, limit_s: float) -> _Path | None:
-        """The cuts that run the least again, of these those with the fastest slowest stage, no stage above limit_s. All stages [i, j) with
-        the same number are looked at together."""
+    def _at_least_s(self, i: int, j: int, s: int) -> float:
+        """What stage s must run again if it is [i, j), as far as that is known without a search; infinite if it cannot fit."""
+        if (i, j, s) in self._at:
+            return self._at[i, j, s][1]
+        if self.fits(s, "fastest")[i, j]:
+            return 0.0
+        return float(self.least_s(self.in_flight[s])[i, j]) if self.fits(s, "leanest")[i, j] else math.inf
+
+    def path(self, limit_s: float, *, low: bool = False) -> _Path | None:
+        """The cuts that run the least again, of these those with the fastest slowest stage, no stage above limit_s. low: by what stages run
+        again at least, as far as that is known."""
+        path = self._path(limit_s, low)
+        while path is not None and not low:
+            here = len(self._here)
+            for s, (i, j) in enumerate(pairwise((0, *path.cuts, len(self.pieces)))):
+                self.again(i, j, s)
+            if len(self._here) == here:
+                break
+            path = self._path(limit_s, low)
+        return path
+
+    def _path(self, limit_s: float, low: bool) -> _Path | None:
+        """By what is known of stages. All stages [i, j) with the same number are looked at together."""
         count, stages = len(self.pieces), self.stages
         limit_s = limit_s * (1 + 1e-13)
         again_s, slowest_s = numpy.full(count + 1, math.inf), numpy.full(count + 1, math.inf)
@@ -315,7 +398,7 @@ class _Stages:
             rows, columns = slice(int(there[0]), int(there[-1]) + 1), slice(first, behind)
             busy_s = self.between[rows, columns]
             wanted = self.open[rows, columns] & (busy_s <= limit_s) & (again_s[rows, None] < math.inf)
-            more_s = self._seconds(s, rows, columns, wanted)
+            more_s = self._seconds(s, rows, columns, wanted, low)
             busy_s = busy_s + more_s
             fits = wanted & (busy_s <= limit_s)
             total_s = numpy.where(fits, again_s[rows, None] + more_s, math.inf)
@@ -351,9 +434,9 @@ class _Stages:
                 least_s = rest * max(slowest_s, busy_s, evenly_s) + total_s + again_s + least_ends_s
                 if visited > nodes or least_s >= best_s:
                     return
-                if self.trained[j] == self.trained[i] or (again := self.again(i, j, s)) is None:
+                if self.trained[j] == self.trained[i] or least_s + self._at_least_s(i, j, s) >= best_s:
                     continue
-                if least_s + again[0] >= best_s:
+                if (again := self.again(i, j, s)) is None or least_s + again[0] >= best_s:
                     continue
                 if s < stages - 1:
                     place(s + 1, j, again_s + again[0], max(slowest_s, busy_s + again[0]), (*made, j))
@@ -384,7 +467,7 @@ class _Stages:
         """Whether there are cuts with which every stage can."""
         there = numpy.arange(len(self.pieces) + 1) == 0  # where the next stage can begin
         for s in range(self.stages):
-            fits = self.fits(s, plain=False)
+            fits = self.fits(s, "leanest")
             there = fits[there[: len(fits)]].any(0)
         return bool(there[-1])
 
@@ -392,7 +475,7 @@ class _Stages:
         """Of the fullest stage of the leanest cuts."""
         fullest = numpy.where(numpy.arange(len(self.pieces) + 1) == 0, 0.0, math.inf)  # of the stages so far, by where the next one begins
         for s in range(self.stages):
-            nbytes = self._stage_bytes(self.in_flight[s], False)
+            nbytes = self._stage_bytes(self.in_flight[s], "leanest")
             fullest = numpy.maximum(fullest[: len(nbytes), None], nbytes).min(0)
         return float(fullest[-1])
 

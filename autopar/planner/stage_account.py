@@ -28,8 +28,8 @@ from autopar.planner.solver import OutOfBudget
 from cost_models.uncertainty import More
 
 __all__ = [
-    "NODES", "Account", "Accounted", "Counts", "Critical", "EveryStage", "Piece", "Run", "StageModes", "allowed", "stage_bytes",
-    "stage_modes",
+    "NODES", "Account", "Accounted", "Counts", "Critical", "EveryStage", "Piece", "Run", "StageModes", "Step", "allowed", "stage_bytes",
+    "stage_modes", "steps_of",
 ]  # fmt: skip
 
 NODES = 1000  # of the search for the modes of one stage
@@ -271,15 +271,28 @@ def stage_modes(account: Accounted, limit_bytes: float, nodes: int = NODES, refu
     return _Search(account, limit_bytes, nodes, refused).best()
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """From one mode of a run's hull to the next one: seconds more, bytes fewer, of each piece."""
+class Step(NamedTuple):
+    """From one mode of a run's lower hull over (bytes freed, seconds) to the next one: seconds more, bytes fewer, of each piece."""
 
     run: int
     source: int
     target: int
     seconds: float
     nbytes: float
+
+
+def steps_of(number: int, run: Run, fastest: int) -> list[Step]:
+    """Of a run with this number, from one of its modes on; the cheapest byte first."""
+    kept = [run.piece.modes[m].kept_bytes for m in run.modes]
+    seconds = [run.piece.modes[m].again_s for m in run.modes]
+    steps, at = list[Step](), fastest
+    while True:
+        ahead = [k for k in range(len(kept)) if kept[k] < kept[at] and seconds[k] >= seconds[at]]
+        if not ahead:
+            return steps
+        then = min(ahead, key=lambda k: ((seconds[k] - seconds[at]) / (kept[at] - kept[k]), kept[k]))
+        steps.append(Step(number, at, then, seconds[then] - seconds[at], kept[at] - kept[then]))
+        at = then
 
 
 class _Search:
@@ -301,7 +314,8 @@ class _Search:
             return StageModes(again_s=0.0, counts=tuple(map(tuple, counts)))
         if all(len(run.modes) == 1 for run in runs):
             return None
-        self.steps = self._steps(fastest)
+        steps = [step for r, run in enumerate(runs) for step in steps_of(r, run, fastest[r])]
+        self.steps = sorted(steps, key=lambda x: (x.seconds / x.nbytes, x.run))
         self._along_the_hulls(counts)
         kept = [run.piece.modes[run.modes[fast]].kept_bytes for run, fast in zip(runs, fastest, strict=True)]
         self.need, self.weights = self.account.critical(kept, self.limit_bytes)
@@ -317,21 +331,6 @@ class _Search:
             return None
         slack_s = max(0.0, self.found[0] - least_s) if self.visited > self.nodes else 0.0
         return StageModes(again_s=self.found[0], counts=self.found[1], slack_s=slack_s, visited=self.visited)
-
-    def _steps(self, fastest: Sequence[int]) -> list[_Step]:
-        """Of every run's lower hull over (bytes freed, seconds), the cheapest byte first."""
-        steps: list[_Step] = []
-        for r, run in enumerate(self.account.runs):
-            kept = [run.piece.modes[m].kept_bytes for m in run.modes]
-            at = fastest[r]
-            while True:
-                ahead = [k for k in range(len(kept)) if kept[k] < kept[at] and self.extra[r][k] >= self.extra[r][at]]
-                if not ahead:
-                    break
-                then = min(ahead, key=lambda k: ((self.extra[r][k] - self.extra[r][at]) / (kept[at] - kept[k]), kept[k]))
-                steps.append(_Step(r, at, then, self.extra[r][then] - self.extra[r][at], kept[at] - kept[then]))
-                at = then
-        return sorted(steps, key=lambda x: (x.seconds / x.nbytes, x.run))
 
     def _along_the_hulls(self, counts: list[list[int]]) -> None:
         """The first that fits, of what steps along the hulls give one after the other."""
