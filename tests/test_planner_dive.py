@@ -10,8 +10,9 @@ import numpy
 import pytest
 
 from autopar.planner import dive as under_test
+from autopar.planner import solver
 from autopar.planner.dive import Relaxed, dive
-from autopar.planner.solver import _Highs
+from autopar.planner.solver import Linear, OutOfBudget, Starts, _Highs
 
 highspy = pytest.importorskip("highspy")
 pytestmark = pytest.mark.pure
@@ -58,11 +59,11 @@ class Choices:
         return highs.getInfo().objective_function_value, numpy.array(highs.getSolution().col_value)
 
 
-def dived(problem: Choices, gap: float, solve: object = None) -> tuple[float, float, numpy.ndarray] | None:
+def dived(problem: Choices, gap: float, solve: object = None, **more: object) -> tuple[float, float, numpy.ndarray] | None:
     first = problem.relaxed({})
     assert first is not None
     costs = numpy.append(problem.costs.ravel(), problem.late)
-    return dive(solve or problem.relaxed, first, problem.whole, costs, gap)  # type: ignore[arg-type]
+    return dive(solve or problem.relaxed, first, problem.whole, costs, gap, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.005, 0.05])
@@ -104,13 +105,25 @@ def test_what_was_not_solved_is_in_the_bound() -> None:
 
 def test_a_program_in_need_of_many_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "STEPS", 2)
+    found = dived(Choices(1), 0.0)
+    assert found is not None and found[1] < Choices(1).best() <= found[0]  # the best of these, with a bound that is below the best
+    monkeypatch.setattr(under_test, "STEPS", 1)
     assert dived(Choices(1), 0.0) is None
+
+
+def test_what_is_known_before_is_the_answer_unless_something_better_is_found() -> None:
+    problem = Choices(1)
+    first = problem.relaxed({})
+    assert first is not None
+    worst = (problem.best() * 2, first[1])
+    found = dived(problem, 0.0, best=worst, go_on=lambda: False)
+    assert found is not None and found[0] == worst[0] and found[1] == first[0]
+    better = dived(problem, 0.0, best=worst)
+    assert better is not None and better[0] == pytest.approx(problem.best())
 
 
 def test_integer_programs_of_several_units_are_not_dived_into(monkeypatch: pytest.MonkeyPatch) -> None:
     """To hold a column at either of two whole numbers leaves none out only if there are no others."""
-    from autopar.planner import solver
-
     monkeypatch.setattr(solver, "dive", lambda *_: pytest.fail("dived"))
     problem = solver.Linear(name="units")
     x, y = (problem.column(name, cost, upper=9.0, whole=True) for name, cost in (("x", 2.0), ("y", 3.1)))
@@ -120,25 +133,81 @@ def test_integer_programs_of_several_units_are_not_dived_into(monkeypatch: pytes
 
 def test_one_row_that_binds_all_needs_no_integer_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole search tree of a solver is not begun where a few columns held are enough."""
-    from autopar.planner import solver
-
     runs: list[int] = []
     run = _Highs._run
 
-    def counted(self: _Highs, *bounds: object, **options: object) -> object:
-        runs.append(1)
-        return run(self, *bounds, **options)  # type: ignore[arg-type]
+    def counted(self: _Highs, lower: numpy.ndarray, upper: numpy.ndarray, **options: object) -> object:
+        runs.extend([1] * bool((self.whole & (lower < upper)).any()))  # where none is free there is nothing to search
+        return run(self, lower, upper, **options)
 
     monkeypatch.setattr(_Highs, "_run", counted)
     for seed in range(12):
         choices = Choices(seed)
-        problem = solver.Linear(name="late")
-        columns = [problem.column(f"x_{k}", float(c), whole=True) for k, c in enumerate(choices.costs.ravel())]
-        late, n = problem.column("late", choices.late, upper=INFINITY), choices.costs.shape[1]
-        for g in range(choices.costs.shape[0]):
-            problem.row(f"one_{g}", [(c, 1.0) for c in columns[g * n : (g + 1) * n]], 1.0, 1.0)
-        weights = [(c, float(w)) for c, w in zip(columns, choices.weights.ravel(), strict=True) if w]
-        problem.row("launched", [*weights, (late, 1.0)], float(choices.least), INFINITY)
+        problem = _late(choices)
         runs.clear()
         assert solver.solve(problem, gap=0.0).outcome.objective == pytest.approx(choices.best())
         assert len(runs) <= 1, "of what was not whole at first alone"
+
+
+def _late(choices: Choices, **more: object) -> Linear:
+    """The same as a program with one row that all choices share."""
+    problem = Linear(name="late", **more)  # type: ignore[arg-type]
+    columns = [problem.column(f"x_{k}", float(c), whole=True) for k, c in enumerate(choices.costs.ravel())]
+    late, n = problem.column("late", choices.late, upper=INFINITY), choices.costs.shape[1]
+    for g in range(choices.costs.shape[0]):
+        problem.row(f"one_{g}", [(c, 1.0) for c in columns[g * n : (g + 1) * n]], 1.0, 1.0)
+    weights = [(c, float(w)) for c, w in zip(columns, choices.weights.ravel(), strict=True) if w]
+    problem.shared = len(problem.rows)
+    problem.row("launched", [*weights, (late, 1.0)], float(choices.least), INFINITY)
+    return problem
+
+
+def test_a_large_program_is_answered_by_whole_solutions_of_which_the_first_is_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "LARGE", 0)
+    monkeypatch.setattr(solver, "DIVES", 0)
+    unmixed, short = 0, 0
+    for seed in range(30):
+        choices = Choices(seed)
+        found = _Highs(highspy, _late(choices), Starts())
+        first = found.without_whole({})
+        assert first is not None
+        if len(under_test.parted(found.whole, first[1])):
+            for objective, values in found._unmixed({}):
+                taken = values[:-1].reshape(choices.costs.shape)
+                assert objective == pytest.approx(choices.objective(tuple(taken.argmax(1)))) and objective >= choices.best() - 1e-6
+                unmixed += 1
+        outcome = solver.solve(_late(choices), gap=0.0).outcome
+        assert outcome.bound <= choices.best() + 1e-6 and choices.best() <= outcome.objective + 1e-6
+        assert (outcome.status == "solved") == (outcome.gap <= 1e-9)
+        short += outcome.status == "out of budget"
+    assert unmixed > 10 and short > 3
+
+
+def test_where_steps_lead_nowhere_another_method_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "RELAXED_STEPS", 0.0)
+    for seed in range(12):
+        choices = Choices(seed)
+        program = _Highs(highspy, _late(choices), Starts())
+        found, wanted = program.without_whole({}), choices.relaxed({})
+        assert program.tough and found is not None and wanted is not None and found[0] == pytest.approx(wanted[0])
+        assert solver.solve(_late(choices), gap=0.0).outcome.bound <= choices.best() + 1e-6
+
+
+def test_a_start_that_is_far_away_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of the same size that begins where another has ended has its own answer, however many steps that takes."""
+    for steps in (0.0, 10.0):
+        monkeypatch.setattr(solver, "WARM_STEPS", steps)
+        starts = Starts()
+        for seed in range(12):
+            choices = Choices(seed)
+            found, wanted = _Highs(highspy, _late(choices), starts).without_whole({}), choices.relaxed({})
+            assert found is not None and wanted is not None and found[0] == pytest.approx(wanted[0])
+
+
+def test_a_large_program_without_a_whole_solution_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an answer nor infeasible: what its first node would take is not begun."""
+    for name, value in (("LARGE", 0), ("MANY", -1)):
+        monkeypatch.setattr(solver, name, value)
+    monkeypatch.setattr(_Highs, "_relaxed_first", lambda *_: None)
+    with pytest.raises(OutOfBudget):
+        solver.solve(_late(Choices(1)))

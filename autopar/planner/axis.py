@@ -398,6 +398,7 @@ class AxisModel:
                 constant += c
             else:
                 weights[v] = weights.get(v, 0.0) + c
+        self.linear.shared = len(self.linear.rows)
         self.linear.row("launched", [(v, c) for v, c in weights.items() if c], -constant, INFINITY)
 
     def _change(self, source: Source, have: Layout, want: Layout, t: TensorType, times: int) -> _Change | None:

@@ -39,16 +39,16 @@ def parted(whole: NDArray[numpy.bool_], values: Values) -> NDArray[numpy.intp]:
 
 
 def dive(
-    solve: Callable[[Mapping[int, float]], Relaxed | None], first: Relaxed, whole: NDArray[numpy.bool_], costs: Values, gap: float
-) -> tuple[float, float, Values] | None:
-    """The objective, the bound and the columns of a whole solution within the gap; None if none was found in STEPS programs. solve: the
-    program with columns held at values, None where it was not solved. first: the program as it is. costs: of the columns, of which those
-    that are to be whole are 0 or 1."""
+    solve: Callable[[Mapping[int, float]], Relaxed | None], first: Relaxed, whole: NDArray[numpy.bool_], costs: Values, gap: float,
+    best: Relaxed | None = None, go_on: Callable[[], bool] = lambda: True,
+) -> tuple[float, float, Values] | None:  # fmt: skip
+    """The objective, the bound and the columns of the best whole solution that was found in STEPS programs, or None. solve: the program
+    with columns held at values, None where it was not solved. first: the program as it is. costs: of the columns, of which those that are
+    to be whole are 0 or 1. best: a whole solution that is known. go_on: whether there is time for one more program."""
     open_ = [_Open(first[0], {})]
-    best: Relaxed | None = None
     passed = INFINITY  # the least of what was left
     for step in range(STEPS):
-        if not open_:
+        if not open_ or not go_on():
             break
         at = open_.pop()
         found = first if step == 0 else solve(at.held)
@@ -65,8 +65,8 @@ def dive(
             passed = min([passed, *(x.least for x in open_ if x.least >= near)])
             open_ = [x for x in open_ if x.least < near]
             if not open_ and passed >= near:
-                return best[0], min(passed, best[0]), best[1]
-    return None
+                break
+    return None if best is None else (best[0], min([passed, best[0], *(x.least for x in open_)]), best[1])
 
 
 def _both(apart: NDArray[numpy.intp], found: Relaxed, costs: Values, held: Mapping[int, float]) -> list[_Open]:

@@ -23,8 +23,15 @@ from autopar.planner.dive import Relaxed, dive, parted
 
 __all__ = ["INFINITY", "Linear", "OutOfBudget", "Outcome", "Repeated", "Solution", "Starts", "solve"]
 
-RELAXED_STEPS = 4  # of the simplex method, for each row and column: the programs of one axis need a third of one
+RELAXED_STEPS = 0.4  # of the simplex method, for each row and column: the programs of one axis need a third of one
+WARM_STEPS = 0.02  # the same, from where another program has ended: where that is near, a few are enough
+OTHER_STEPS = 0.2  # the same, at other costs
 NODES = 500  # of the search tree of one integer program; those of one axis need none or a few
+SMALL = 1_000  # rows and columns, as many as which the smallest program counts for
+LARGE = 10_000  # columns, beyond which a few nodes take a minute
+MANY = 200  # columns that are to be whole and are not
+DIVES = 1_000  # steps of the simplex method that a large program is dived into for
+BESIDE = 1e-3  # relative, of what the row that all columns share is worth
 INFINITY = float("inf")
 
 
@@ -61,10 +68,12 @@ class Solution:
 
 @dataclass(kw_only=True)
 class Linear:
-    """A program to minimise: columns between bounds, some of them whole numbers, and rows between bounds. constant: of the objective."""
+    """A program to minimise: columns between bounds, some of them whole numbers, and rows between bounds. constant: of the objective.
+    shared: a row that most columns have a part in, without which the program would nearly always have a whole solution."""
 
     name: str
     constant: float = 0.0
+    shared: int | None = None
     names: list[str] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
     uppers: list[float] = field(default_factory=list)
@@ -113,10 +122,11 @@ class Starts:
     def __init__(self) -> None:
         self._ends: dict[tuple[int, int], Any] = {}
 
-    def begin(self, solver: Any, problem: Linear) -> None:
-        """Put a solver that has run nothing yet where the last program of this size has ended."""
+    def begin(self, solver: Any, problem: Linear) -> bool:
+        """Put a solver that has run nothing yet where the last program of this size has ended. Whether there was one."""
         if (known := self._ends.get(self._size(problem))) is not None:
             solver.setBasis(known)
+        return known is not None
 
     def end(self, solver: Any, problem: Linear) -> None:
         """Take where a solver has ended."""
@@ -177,8 +187,9 @@ Answer = tuple[Literal["solved", "infeasible", "out of budget"], float, float, t
 class _Highs:
     """The program of an axis is so tight that without the demand for whole numbers it mostly has a whole solution: that is the answer,
     and its own bound, and takes a fifth of the time. Where few columns are not whole, those that are mostly need not change: what comes of
-    that, if it is within the gap of the same bound, is the answer. Else one column after the other is held at a whole number (`dive`). If
-    that finds nothing within the gap soon, the demand is made of all of them."""
+    that, if it is within the gap of the same bound, is the answer. Else the two whole solutions are looked at that it is a mixture of
+    (`_unmixed`), and one column after the other is held at a whole number (`dive`). If that finds nothing within the gap soon, the demand
+    is made of all of them; of a large program the best that was found is the answer."""
 
     def __init__(self, highspy: Any, problem: Linear, starts: Starts) -> None:
         self.highspy, self.problem, self.starts = highspy, problem, starts
@@ -190,6 +201,10 @@ class _Highs:
         begins, indices = numpy.array(problem.starts, dtype=numpy.int32), numpy.array(problem.indices, dtype=numpy.int32)
         self.matrix = begins, indices, numpy.array(problem.weights, dtype=float)
         self.relaxed: Any = None
+        self.parted = 0  # columns that are to be whole, and are not without that demand
+        self.tough = False  # whether the simplex method takes too long
+        self.steps = 0  # of the simplex method, without the demand for whole numbers
+        self.worth = 0.0  # of the row that all columns share, in the last of these solutions
         if int(os.environ.get("AUTOPAR_DEBUG", "0") or 0) >= 3:
             self._write()
 
@@ -197,7 +212,10 @@ class _Highs:
         highspy = self.highspy
         lower, upper = self._bounds(held)
         if self.whole.any() and (known := self._relaxed_first(held, lower, upper, gap, nodes)) is not None:
-            return "solved", known[0], known[1], tuple(known[2].tolist())
+            objective, bound, values = known
+            return "solved" if objective - bound <= gap * abs(objective) else "out of budget", objective, bound, tuple(values.tolist())
+        if len(self.whole) > LARGE and (self.tough or self.parted > MANY):  # whose first node takes minutes
+            return "out of budget", INFINITY, -INFINITY, ()
         solver = self._run(lower, upper, mip_rel_gap=gap, mip_max_nodes=nodes)
         status, info, known = solver.getModelStatus(), solver.getInfo(), highspy.HighsModelStatus
         if status in (known.kInfeasible, known.kUnboundedOrInfeasible):  # no column is unbounded where it could pay
@@ -223,14 +241,15 @@ class _Highs:
     def _relaxed_first(
         self, held: Mapping[int, float], lower: NDArray[numpy.float64], upper: NDArray[numpy.float64], gap: float, nodes: int
     ) -> tuple[float, float, NDArray[numpy.float64]] | None:
-        """The objective, the bound and the columns of a solution within the gap that is near to one without the demand for whole numbers;
-        None if none was found."""
+        """The objective, the bound and the columns of a solution within the gap that is near to one without the demand for whole numbers,
+        of a large program the best that was found; None if none was."""
         first = self.without_whole(held)
         if first is None or first[0] == INFINITY:
             return None
         least, values = first
         apart = parted(self.whole, values)
-        if not len(apart):
+        self.parted = len(apart)
+        if not self.parted:
             return least, least, values
         settled, rounded = self.whole.copy(), values.round()
         settled[apart] = False
@@ -238,34 +257,92 @@ class _Highs:
             numpy.where(settled, rounded, lower), numpy.where(settled, rounded, upper), mip_rel_gap=gap / 10, mip_max_nodes=nodes,
             objective_bound=least + gap / (1 - gap) * abs(least),  # a solution beyond which is not asked for
         )  # fmt: skip
+        known = list[Relaxed]()
         if rest.getModelStatus() == self.highspy.HighsModelStatus.kOptimal:
-            objective = rest.getInfo().objective_function_value
-            if objective - least <= gap * abs(objective):
-                return objective, least, numpy.array(rest.getSolution().col_value)
+            known.append((rest.getInfo().objective_function_value, numpy.array(rest.getSolution().col_value)))
+            if known[0][0] - least <= gap * abs(known[0][0]):
+                return known[0][0], least, known[0][1]
         if (self.upper[self.whole] > 1).any():
             return None
-        return dive(lambda more: self.without_whole({**held, **more}), first, self.whole, self.costs, gap)
+        large, begun = len(self.whole) > LARGE, self.steps
+        if large and self.tough and known:
+            return known[0][0], least, known[0][1]
+        best = min([*known, *self._unmixed(held)], key=lambda x: x[0], default=None)
+
+        def go_on() -> bool:
+            return not large or self.steps < begun + DIVES
+
+        found = dive(lambda more: self.without_whole({**held, **more}), first, self.whole, self.costs, gap, best, go_on)
+        return found if found is None or large or found[0] - found[1] <= gap * abs(found[0]) else None
+
+    def _unmixed(self, held: Mapping[int, float]) -> list[Relaxed]:
+        """The two whole solutions of which that without the demand for whole numbers, found last, is a mixture: the row that all share
+        costs a little less, or more, than it is worth there, and binds no more."""
+        row, solver, known = self.problem.shared, self.relaxed, self.highspy
+        if row is None or not self.worth:
+            return []
+        begins, columns = solver.getBasis(), numpy.array(list(held), dtype=numpy.int32)
+        values = numpy.array(list(held.values()), dtype=float)
+        every, part = numpy.arange(len(self.costs), dtype=numpy.int32), slice(*self.matrix[0][row : row + 2])
+        found: list[dict[int, float]] = []
+        solver.changeColsBounds(len(columns), columns, values, values)
+        solver.changeRowBounds(row, -INFINITY, INFINITY)
+        for factor in (1 - BESIDE, 1 + BESIDE):
+            costs = self.costs.copy()
+            costs[self.matrix[1][part]] -= factor * self.worth * self.matrix[2][part]
+            solver.changeColsCost(len(every), every, costs)
+            solver.setBasis(begins)
+            self._ran(OTHER_STEPS)
+            if solver.getModelStatus() == known.HighsModelStatus.kOptimal:
+                there = numpy.array(solver.getSolution().col_value)
+                if not len(parted(self.whole, there)):
+                    found.append({int(k): float(there[k].round()) for k in numpy.flatnonzero(self.whole)})
+        solver.changeRowBounds(row, *self.problem.bounds[row])
+        solver.changeColsCost(len(every), every, self.costs)
+        solver.changeColsBounds(len(columns), columns, self.lower[columns], self.upper[columns])
+        solver.setBasis(begins)
+        solved = [self._run(*self._bounds({**held, **whole})) for whole in found]
+        ended = [x for x in solved if x.getModelStatus() == known.HighsModelStatus.kOptimal]
+        return [(x.getInfo().objective_function_value, numpy.array(x.getSolution().col_value)) for x in ended]
 
     def without_whole(self, held: Mapping[int, float]) -> Relaxed | None:
         """The objective and the solution without the demand for whole numbers, from the last basis on; None if it took too many steps."""
         columns, values = numpy.array(list(held), dtype=numpy.int32), numpy.array(list(held.values()), dtype=float)
+        begins = self.relaxed is None
         if self.relaxed is None:
-            steps = RELAXED_STEPS * (len(self.problem.names) + len(self.problem.rows))
             none, options = numpy.zeros_like(self.whole), {"presolve": "off", "simplex_scale_strategy": 0}
-            self.relaxed = self._given(self.lower, self.upper, none, simplex_iteration_limit=steps, **options)
-            self.starts.begin(self.relaxed, self.problem)
+            self.relaxed = self._given(self.lower, self.upper, none, **options)
         solver, known = self.relaxed, self.highspy.HighsModelStatus
         solver.changeColsBounds(len(columns), columns, values, values)
-        solver.run()
+        if not (begins and self.starts.begin(solver, self.problem) and self._ran(WARM_STEPS)):
+            if begins:
+                solver.clearSolver()
+            if not self._ran(RELAXED_STEPS) and begins:  # of a few programs steps from one solution to the next lead nowhere
+                self.tough = True
+                self._with(solver="ipm", presolve="on").run()
+                self._with(solver="choose", presolve="off")
         found: Relaxed | None = None
         if solver.getModelStatus() == known.kOptimal:
-            found = solver.getInfo().objective_function_value, numpy.array(solver.getSolution().col_value)
+            solution = solver.getSolution()
+            found = solver.getInfo().objective_function_value, numpy.array(solution.col_value)
+            self.worth = 0.0 if self.problem.shared is None else solution.row_dual[self.problem.shared]
             if not held:
                 self.starts.end(solver, self.problem)
         elif solver.getModelStatus() == known.kInfeasible:
             found = INFINITY, numpy.array([])
         solver.changeColsBounds(len(columns), columns, self.lower[columns], self.upper[columns])
         return found
+
+    def _with(self, **options: object) -> Any:
+        for option, value in options.items():
+            self.relaxed.setOptionValue(option, value)
+        return self.relaxed
+
+    def _ran(self, steps: float) -> bool:
+        """Solve without the demand for whole numbers in so many steps for each row and column. Whether that was enough."""
+        self._with(simplex_iteration_limit=int(steps * (len(self.problem.names) + len(self.problem.rows) + SMALL))).run()
+        self.steps += max(0, self.relaxed.getInfo().simplex_iteration_count)
+        return bool(self.relaxed.getModelStatus() != self.highspy.HighsModelStatus.kIterationLimit)
 
     def _run(self, lower: NDArray[numpy.float64], upper: NDArray[numpy.float64], **options: object) -> Any:
         """The program with whole numbers and these bounds, after it was solved."""
