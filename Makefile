@@ -29,9 +29,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-# Four files of tests at a time on two cores, since many tests wait for processes. Their hundreds of processes read compiled sources.
+# Three files of tests at a time on two cores, since many tests wait for processes. Their hundreds of processes read compiled sources.
 test: lint
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Without what they train with, and out of the way: what finds deepspeed beside it behaves otherwise.
 $(VENV)/stacks: tests/stacks.txt $(STAMP)

@@ -196,8 +196,9 @@ def test_strategies_do_not_depend_on_rates(monkeypatch: pytest.MonkeyPatch) -> N
     compared = set()
     for info in op_db(divisible=True):
         for case in op_db_cases(info, limit=3):
-            view, rates = case.view(2), [x for x in arguments(case.op) if isinstance(x, float) and 0 < x < 1]
+            rates = [x for x in arguments(case.op) if isinstance(x, float) and 0 < x < 1]
             if rates and case.op.target.startswith("aten."):
+                view = case.view(2)
                 for other in (1e-6, 0.37, 0.999):
                     assert set(strategies_of(view)) == set(strategies_of(dataclasses.replace(view, op=with_rates(case.op, other))))
                 compared.add(case.op.target)

@@ -58,9 +58,10 @@ PROGRAMS_HERE = (
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", PROGRAMS_HERE)
-def test_ordinary_programs_are_right(name: str, judge: Judge) -> None:
-    assert judge.not_right(name, ("tp2", "pp2")) == []
+@pytest.mark.parametrize(("name", "plan"), [(name, ("tp2", "pp2")[k % 2]) for k, name in enumerate(PROGRAMS_HERE)])
+def test_ordinary_programs_are_right(name: str, plan: str, judge: Judge) -> None:
+    """Under one plan each; the benchmark `traps` runs them under all."""
+    assert judge.not_right(name, (plan,)) == []
 
 
 @pytest.mark.gloo
