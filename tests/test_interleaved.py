@@ -17,7 +17,7 @@ from autopar.capture import capture
 from autopar.compiler import emit, plan_of
 from autopar.errors import Infeasible, PlanError
 from autopar.planner import Pins, Plan, make_plan
-from autopar.planner.interleave import KnownModes, partition_of_ranks, place_of, rank_bytes
+from autopar.planner.interleave import KnownOfRanks, partition_of_ranks, place_of, rank_bytes
 from autopar.planner.modes import Mode
 from autopar.planner.partition import Partition
 from autopar.planner.solver import OutOfBudget
@@ -156,9 +156,9 @@ def test_modes_that_were_looked_for_before_change_no_answer(seed: int) -> None:
     """One table serves other limits, what stages need beside their pieces, and modes that are refused."""
     rng = random.Random(seed)
     pieces, where = _drawn(rng)
-    table: KnownModes = {}
+    table: KnownOfRanks = {}
 
-    def found(limit: float, known: KnownModes | None, **less: Any) -> object:
+    def found(limit: float, known: KnownOfRanks | None, **less: Any) -> object:
         def step_s(cuts: tuple[int, ...], modes: tuple[int, ...]) -> float:
             return where.micro_batches * sum(p.forward_s + p.backward_s + p.modes[m].again_s for p, m in zip(pieces, modes, strict=True))
 
