@@ -23,13 +23,15 @@ Inputs = dict[str, Any]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
     """kind: a class of transformers, or a function that returns a module. config: the class's config. inputs: of batch and sizes.
-    gpus, cluster: what it is planned for unless something else is asked for. layers: the config's field that counts them."""
+    gpus, cluster: what it is planned for unless something else is asked for; memory_gib: of a GPU, where that is less than there is.
+    layers: the config's field that counts them."""
 
     kind: str | Callable[[], Any]
     batch: int
     inputs: Callable[[int], Inputs]
     gpus: int
     cluster: str = "dgx-h100"
+    memory_gib: float | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     layers: tuple[str, ...] = ()
 
@@ -82,6 +84,18 @@ def _resnet(**shape: Any) -> Callable[[], Any]:
         return ResNet(bottleneck=True, **shape).build()
 
     return built
+
+
+def _densenet() -> Any:
+    from benchmarks._cnns import DenseNet
+
+    return DenseNet(blocks=(6, 12, 24, 16), growth=32, stem=64).build()  # DenseNet-121
+
+
+def _dense_experts() -> Any:
+    from benchmarks._unlike import DenseExperts
+
+    return DenseExperts()
 
 
 def _unet() -> Any:
@@ -184,6 +198,9 @@ MODELS = {
         },
         layers=("encoder_layers", "decoder_layers"),
     ),
+    # whose layers differ, so that none stands for another, where memory is short
+    "densenet-121": Model(kind=_densenet, batch=256, inputs=_images("images", 224), gpus=8, cluster="dgx-a100", memory_gib=3.5),
+    "dense-experts": Model(kind=_dense_experts, batch=16, inputs=_tokens(256), gpus=24, cluster="rtx4090-8x", memory_gib=1.0),
 }  # fmt: skip
 DEFAULT = tuple(name for name in MODELS if name not in ("gpt2-xl", "mixtral-8x7b", "gemma2-9b", "gpt-oss-120b", "llama4-scout"))
 

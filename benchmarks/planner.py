@@ -119,10 +119,10 @@ def measured(name: str, gpus: int, cluster: str, layers: int | None) -> dict[str
 
     captured = capture(model, inputs)
     clock.lap("capture")
-    described = choose_cluster(cluster)
+    described, memory_gib = choose_cluster(cluster), MODELS[name].memory_gib
     search = Search(
-        program=captured.program, gpus=gpus, cluster=described, memory_limit_bytes=usable_bytes(described.gpu), optimizer="adamw",
-        precision="bf16", pins=Pins(),
+        program=captured.program, gpus=gpus, cluster=described, optimizer="adamw", precision="bf16", pins=Pins(),
+        memory_limit_bytes=usable_bytes(described.gpu) if memory_gib is None else int(memory_gib * 2**30),
     )  # fmt: skip
     try:
         plan = search.best()
@@ -131,7 +131,8 @@ def measured(name: str, gpus: int, cluster: str, layers: int | None) -> dict[str
         said = [line for line in str(why).splitlines() if line.startswith("The binding constraint")] or str(why).splitlines()[:1]
         return {
             "model": name, "parameters": parameters, "operators": len(captured.program.ops), "gpus": gpus, "cluster": cluster,
-            "cpu_s": clock.cpu_s, "wall_s": clock.wall_s, "planning_s": {k: round(v, 3) for k, v in search.known.seconds.items()},
+            "memory_gib": memory_gib, "cpu_s": clock.cpu_s, "wall_s": clock.wall_s,
+            "planning_s": {k: round(v, 3) for k, v in search.known.seconds.items()},
             "total_cpu_s": clock.total(clock.cpu_s), "total_wall_s": clock.total(clock.wall_s), "peak_bytes": clock.peak_bytes,
             "programs": search.known.programs, "binaries": search.known.binaries, "rows": search.known.rows, **search.said.counts(),
             "infeasible": said[0],
@@ -144,7 +145,8 @@ def measured(name: str, gpus: int, cluster: str, layers: int | None) -> dict[str
     clock.lap("emit")
     return {
         "model": name, "parameters": parameters, "operators": len(captured.program.ops), "gpus": gpus, "cluster": cluster,
-        "cpu_s": clock.cpu_s, "wall_s": clock.wall_s, "planning_s": {k: round(v, 3) for k, v in search.known.seconds.items()},
+        "memory_gib": memory_gib, "cpu_s": clock.cpu_s, "wall_s": clock.wall_s,
+        "planning_s": {k: round(v, 3) for k, v in search.known.seconds.items()},
         "total_cpu_s": clock.total(clock.cpu_s), "total_wall_s": clock.total(clock.wall_s),
         "peak_bytes": clock.peak_bytes, "mesh": plan.mesh, "micro_batches": plan.micro_batches, "zero": plan.zero,
         "programs": search.known.programs, "binaries": search.known.binaries, "rows": search.known.rows, **plan.searched,
@@ -156,9 +158,10 @@ def measured(name: str, gpus: int, cluster: str, layers: int | None) -> dict[str
 def _text(found: Mapping[str, Any]) -> str:
     if "error" in found:
         return f"{found['model']}: {found['error']}"
+    each = "" if found["memory_gib"] is None else f", of {found['memory_gib']:g} GiB each"
     head = (
         f"{found['model']}: {found['parameters'] / 1e9:.2f}e9 parameters, {found['operators']} operators, {found['gpus']} GPUs of "
-        f"{found['cluster']}\n  {_answer(found)}\n"
+        f"{found['cluster']}{each}\n  {_answer(found)}\n"
         f"  search: {found['choices']} choices, {found['explored']} priced, {found['cut']} cut into stages, {found['left']} left, "
         f"{found['unexplored']} out of budget; {found['programs']} integer programs of up to {found['binaries']} binaries and "
         f"{found['rows']} rows"

@@ -38,6 +38,7 @@ GAP = 1e-5  # relative, to which the cuts are proven
 ROUNDS = 400  # limits on the slowest stage that are tried for one candidate
 UNSOLVED = Outcome(objective=0.0, bound=0.0, gap=0.0, seconds=0.0, solver="none", variables=0, constraints=0)  # of stages as given
 NODES = 2000  # places of cuts that are looked at around the best ones
+A_SEARCH = 20  # as many as which the search for the modes of one stage counts for
 SEARCHED = 20_000  # nodes of the searches for the modes of the stages of one candidate: each takes as many as it likes until these are gone
 FEWER = 20  # and then so many
 StepTime = Callable[[tuple[int, ...], tuple[int, ...]], float]  # of cuts and modes
@@ -436,7 +437,10 @@ class _Stages:
                     return
                 if self.trained[j] == self.trained[i] or least_s + self._at_least_s(i, j, s) >= best_s:
                     continue
-                if (again := self.again(i, j, s)) is None or least_s + again[0] >= best_s:
+                known = len(self.known)
+                again = self.again(i, j, s)
+                visited += A_SEARCH * (len(self.known) - known)
+                if again is None or least_s + again[0] >= best_s:
                     continue
                 if s < stages - 1:
                     place(s + 1, j, again_s + again[0], max(slowest_s, busy_s + again[0]), (*made, j))
