@@ -3,6 +3,8 @@ every token, each a module of its own."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,7 +18,7 @@ class DenseExperts(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
         self.gates = nn.ModuleList(nn.Linear(width, experts) for _ in range(layers))
-        self.experts = nn.ModuleList(
+        self.experts: Any = nn.ModuleList(
             nn.ModuleList(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(experts))
             for _ in range(layers)
         )
@@ -25,5 +27,5 @@ class DenseExperts(nn.Module):
         x = self.embed(input_ids)
         for gate, experts in zip(self.gates, self.experts, strict=True):
             weights = gate(x).softmax(-1).unbind(-1)
-            x = x + sum(weight[..., None] * expert(x) for weight, expert in zip(weights, experts, strict=True))  # type: ignore[arg-type]
+            x = x + sum(weight[..., None] * expert(x) for weight, expert in zip(weights, experts, strict=True))
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())

@@ -58,7 +58,7 @@ PROGRAMS_HERE = (
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("name", "plan"), [(name, ("tp2", "pp2")[k % 2]) for k, name in enumerate(PROGRAMS_HERE)])
+@pytest.mark.parametrize(("name", "plan"), [(name, ("tp2", "pp2")[k % 2]) for k, name in enumerate(PROGRAMS_HERE)], ids=PROGRAMS_HERE)
 def test_ordinary_programs_are_right(name: str, plan: str, judge: Judge) -> None:
     """Under one plan each; the benchmark `traps` runs them under all."""
     assert judge.not_right(name, (plan,)) == []
