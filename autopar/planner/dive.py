@@ -64,8 +64,6 @@ def dive(
             near = best[0] - gap * abs(best[0])
             passed = min([passed, *(x.least for x in open_ if x.least >= near)])
             open_ = [x for x in open_ if x.least < near]
-            if not open_ and passed >= near:
-                break
     return None if best is None else (best[0], min([passed, best[0], *(x.least for x in open_)]), best[1])
 
 

@@ -284,7 +284,7 @@ class _Highs:
         begins, columns = solver.getBasis(), numpy.array(list(held), dtype=numpy.int32)
         values = numpy.array(list(held.values()), dtype=float)
         every, part = numpy.arange(len(self.costs), dtype=numpy.int32), slice(*self.matrix[0][row : row + 2])
-        found: list[dict[int, float]] = []
+        found, (lower, upper) = list[Relaxed](), self._bounds(held)
         solver.changeColsBounds(len(columns), columns, values, values)
         solver.changeRowBounds(row, -INFINITY, INFINITY)
         for factor in (1 - BESIDE, 1 + BESIDE):
@@ -295,15 +295,16 @@ class _Highs:
             self._ran(OTHER_STEPS)
             if solver.getModelStatus() == known.HighsModelStatus.kOptimal:
                 there = numpy.array(solver.getSolution().col_value)
-                if not len(parted(self.whole, there)):
-                    found.append({int(k): float(there[k].round()) for k in numpy.flatnonzero(self.whole)})
+                if len(parted(self.whole, there)):
+                    continue
+                ended = self._run(*(numpy.where(self.whole, there.round(), x) for x in (lower, upper)))
+                if ended.getModelStatus() == known.HighsModelStatus.kOptimal:
+                    found.append((ended.getInfo().objective_function_value, numpy.array(ended.getSolution().col_value)))
         solver.changeRowBounds(row, *self.problem.bounds[row])
         solver.changeColsCost(len(every), every, self.costs)
         solver.changeColsBounds(len(columns), columns, self.lower[columns], self.upper[columns])
         solver.setBasis(begins)
-        solved = [self._run(*self._bounds({**held, **whole})) for whole in found]
-        ended = [x for x in solved if x.getModelStatus() == known.HighsModelStatus.kOptimal]
-        return [(x.getInfo().objective_function_value, numpy.array(x.getSolution().col_value)) for x in ended]
+        return found
 
     def without_whole(self, held: Mapping[int, float]) -> Relaxed | None:
         """The objective and the solution without the demand for whole numbers, from the last basis on; None if it took too many steps."""
