@@ -22,7 +22,7 @@ from itertools import accumulate, groupby, pairwise
 
 from autopar.errors import Infeasible
 from autopar.planner import stage_account
-from autopar.planner.partition import UNSOLVED, Over, Partition, Refused
+from autopar.planner.partition import FEWER, UNSOLVED, Over, Partition, Refused
 from autopar.planner.rank_account import RankAccount
 from autopar.planner.solver import Outcome, OutOfBudget
 from autopar.planner.stage_account import Counts, Piece, Run, StageModes, allowed, stage_modes
@@ -33,8 +33,7 @@ __all__ = ["KnownOfRanks", "least_of_ranks", "partition_of_ranks", "place_of", "
 
 NODES = 12_000  # pieces that are gone through for one candidate: all of them for each end of a stage that is looked at
 MOVES = 24  # of one cut, each priced
-MODES = 4_000  # nodes of the searches for the modes of the ranks of one candidate: each takes as many as it likes until these are gone
-FEWER = 20  # and then so many
+MODES = 4_000  # nodes of the searches for the modes of the ranks of one candidate: as many as each likes until then, and then FEWER each
 GIB = float(2**30)
 StepTime = Callable[[tuple[int, ...], tuple[int, ...]], float]  # of cuts and modes
 KnownOfRanks = dict[Hashable, StageModes | OutOfBudget | None]  # by all that they depend on; None where none fit

@@ -30,7 +30,7 @@ from autopar.planner.solver import Outcome, OutOfBudget
 from autopar.planner.stage_account import NODES as NODES_OF_MODES
 from autopar.planner.stage_account import Account, Counts, EveryStage, Piece, Run, allowed, stage_modes, steps_of
 
-__all__ = ["UNSOLVED", "KnownModes", "Over", "Partition", "Place", "Refused", "TooLarge", "least_bytes", "partition"]
+__all__ = ["FEWER", "UNSOLVED", "KnownModes", "Over", "Partition", "Place", "Refused", "TooLarge", "least_bytes", "partition"]
 
 GIB = float(2**30)
 NEAR = 1e-9  # relative, what sums of floats are off by
@@ -40,7 +40,7 @@ UNSOLVED = Outcome(objective=0.0, bound=0.0, gap=0.0, seconds=0.0, solver="none"
 NODES = 2000  # places of cuts that are looked at around the best ones
 A_SEARCH = 20  # as many as which the search for the modes of one stage counts for
 SEARCHED = 20_000  # nodes of the searches for the modes of the stages of one candidate: each takes as many as it likes until these are gone
-FEWER = 20  # and then so many
+FEWER = 20  # and then so many each
 StepTime = Callable[[tuple[int, ...], tuple[int, ...]], float]  # of cuts and modes
 Place = tuple[int, ...]  # of a stage: its first piece, the first one behind it, its number; of several: of each, and the rank
 Over = Mapping[Place, float]  # bytes
