@@ -31,7 +31,7 @@ import itertools
 import math
 import operator
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar.collector import held_back
@@ -204,6 +204,8 @@ class Search(Question):
         if isinstance(estimator, str):
             if choice.form == self.space.form:  # of a form that nobody asked for nothing need be said
                 self.refused[estimator] = None
+            if not isinstance(rank, str) and mesh.over("layers") > 1:  # other forms can be cut at other places
+                self._try(self.space.leaner(choice, ()), queue)
             return
         if not self.could_fit(choice, rank):
             hopeless.append(entry)
@@ -284,6 +286,10 @@ class Search(Question):
         if not forms:
             return
         together_s = self.known.timed("stages", lambda: estimator.least_of_forms_s(self.memory_limit_bytes))
+        self._try(forms, queue, together_s)
+
+    def _try(self, forms: Iterable[Choice], queue: list[_Entry], together_s: float = 0.0) -> None:
+        """together_s: no plan of these forms is faster."""
         for choice in forms:
             self.said.choices += 1
             # of forms that cannot fit it is found out last, form by form, what they lack: if nothing else fits
