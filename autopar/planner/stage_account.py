@@ -108,7 +108,18 @@ class Accounted(Protocol):
         """kept: bytes that each piece of a run keeps if nothing else runs again."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sums(NamedTuple):
+    """Of a stage, whatever the modes. bound: what it holds for its neighbours."""
+
+    bound: float
+    rest: float
+    passing: float
+    gradients: float
+    reduced: float
+    update: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Account:
     """A stage. in_flight: micro-batches whose activations it holds."""
 
@@ -116,41 +127,50 @@ class Account:
     in_flight: int
     micro_batches: int
 
+    @cached_property
+    def _sums(self) -> _Sums:
+        of = [(run.count, run.piece) for run in self.runs]
+        return _Sums(
+            bound=of[0][1].received_bytes + of[-1][1].sent_bytes,
+            rest=sum(n * p.rest_bytes for n, p in of), passing=sum(n * p.passing_bytes for n, p in of),
+            gradients=sum(n * p.gradient_bytes for n, p in of), reduced=sum(n * p.reduced_bytes for n, p in of),
+            update=sum(n * p.update_bytes for n, p in of),
+        )  # fmt: skip
+
+    @cached_property
+    def _groups(self) -> list[tuple[float, list[Mode]]]:
+        """Of each run the gradients of a piece, and the modes that are allowed."""
+        return [(run.piece.gradient_bytes, [run.piece.modes[k] for k in run.modes]) for run in self.runs]
+
     def bytes(self, counts: Sequence[Sequence[int]]) -> float:
         """The most of a step, if so many pieces of each run are in its modes."""
-        runs, others = self.runs, self.in_flight - 1
-        bound = runs[0].piece.received_bytes + runs[-1].piece.sent_bytes
-        rest = passing = gradients = reduced = update = held = 0.0
-        for run, of in zip(runs, counts, strict=True):
-            p, n = run.piece, run.count
-            rest, passing, gradients = rest + n * p.rest_bytes, passing + n * p.passing_bytes, gradients + n * p.gradient_bytes
-            reduced, update = reduced + n * p.reduced_bytes, update + n * p.update_bytes
-            held += sum(c * p.modes[m].kept_bytes for m, c in zip(run.modes, of, strict=True))
-        whole = held + bound
-        m = self.micro_batches
-        later = others if m > self.in_flight else max(others - 1, 0)
-        base_first, base_later = others * whole, later * whole + gradients
-        most = gradients + reduced
-        before, behind = 0.0, gradients
-        groups = [(run, k, c) for run, of in zip(runs, counts, strict=True) for k, c in zip(run.modes, of, strict=True) if c]
-        run, k, c = groups.pop()  # the last piece of the stage stands alone: what it makes when it runs again holds what was sent
-        groups += [(run, k, c - 1), (run, k, 1)] if c > 1 else [(run, k, 1)]
-        for g, (run, k, c) in enumerate(groups, start=1):
-            p, mode = run.piece, run.piece.modes[k]
-            there = bound - (p.sent_bytes if g == len(groups) and mode.again_s > 0 else 0.0)
-            first, last = before, before + (c - 1) * mode.kept_bytes
-            most = max(
-                most,
-                base_first + last + mode.forward_bytes,
-                base_first + there + first + mode.backward_bytes + behind - p.gradient_bytes,
-                base_first + there + last + mode.backward_bytes + behind - c * p.gradient_bytes,
-            )
-            if m > 1:
-                most = max(most, base_later + there + last + mode.later_bytes)
-                if m > 2 or m <= self.in_flight:
-                    most = max(most, base_later + last + mode.forward_bytes)
-            before, behind = before + c * mode.kept_bytes, behind - c * p.gradient_bytes
-        return rest + max(most + passing, update)
+        sums, m, others = self._sums, self.micro_batches, self.in_flight - 1
+        before, behind = 0.0, sums.gradients  # what the pieces before keep of a micro-batch; the gradients of those that follow
+        forward = first = later = -math.inf  # the most of all pieces: beside what the whole stage keeps of the other micro-batches
+        pairs = zip(self._groups, counts, strict=True)
+        groups = [(grad, mode, c) for (grad, modes), of in pairs for mode, c in zip(modes, of, strict=True) if c]
+        grad, end, c = groups.pop()  # the last piece of the stage stands alone: what it makes when it runs again holds what was sent
+        if c > 1:
+            groups.append((grad, end, c - 1))
+        for each, mode, c in groups:
+            kept, backward = mode.kept_bytes, mode.backward_bytes
+            last = before + (c - 1) * kept
+            forward = max(forward, last + mode.forward_bytes)
+            first = max(first, before + backward + behind - each, last + backward + behind - c * each)
+            later = max(later, last + mode.later_bytes)
+            before, behind = before + c * kept, behind - c * each
+        twice = self.runs[-1].piece.sent_bytes if end.again_s > 0 else 0.0
+        forward = max(forward, before + end.forward_bytes)
+        first = max(first, before + end.backward_bytes + behind - grad - twice)
+        later = max(later, before + end.later_bytes - twice)
+        whole = before + end.kept_bytes + sums.bound
+        most = max(sums.gradients + sums.reduced, others * whole + forward, others * whole + sums.bound + first)
+        if m > 1:
+            base = (others if m > self.in_flight else max(others - 1, 0)) * whole + sums.gradients
+            most = max(most, base + sums.bound + later)
+            if m > 2 or m <= self.in_flight:
+                most = max(most, base + forward)
+        return sums.rest + max(most + sums.passing, sums.update)
 
     def critical(self, kept: Sequence[float], limit_bytes: float) -> Critical:
         """kept: bytes that each piece of a run keeps if nothing else runs again."""
@@ -303,6 +323,8 @@ class _Search:
             seconds = [run.piece.modes[m].again_s for m in run.modes]
             self.extra.append([s - min(seconds) for s in seconds])
         self.freed: list[list[float]] = []  # of each run: weighted bytes that a piece of it frees in each mode
+        self.whole: list[tuple[int, float, float]] = []  # steps of all pieces of a run: its number, seconds, weighted bytes
+        self.counts = [[0] * len(run.modes) for run in account.runs]  # that are looked at
         self.visited = 0
         self.found: tuple[float, tuple[tuple[int, ...], ...]] | None = None
 
@@ -320,11 +342,13 @@ class _Search:
         kept = [run.piece.modes[run.modes[fast]].kept_bytes for run, fast in zip(runs, fastest, strict=True)]
         self.need, self.weights = self.account.critical(kept, self.limit_bytes)
         self.freed = [self._freed(r) for r in range(len(runs))]
-        least_s = self._least_s(0, [run.count for run in runs], self.need)
+        whole = [(x.run, x.seconds * runs[x.run].count, self.weights[x.run] * x.nbytes * runs[x.run].count) for x in self.steps]
+        self.whole = [x for x in whole if x[2]]
+        least_s = self._least_s(0, runs[0].count, self.need)
         if math.isinf(least_s):
             return None
         if self.found is None or self.found[0] > least_s * (1 + 1e-9):
-            self._take(0, 0, runs[0].count, 0.0, self.need, [])
+            self._take(0, 0, runs[0].count, 0.0, self.need)
         if self.found is None:
             if self.visited > self.nodes:
                 raise OutOfBudget("no modes of a stage were found that fit", least_s)
@@ -353,51 +377,51 @@ class _Search:
                 high = middle
             else:
                 low = middle + 1
-        self._offer(after(low))
+        best = after(low)
+        self._offer(best, sum(n * s for of, extra in zip(best, self.extra, strict=True) for n, s in zip(of, extra, strict=True)))
 
-    def _offer(self, counts: Sequence[Sequence[int]]) -> None:
-        seconds = sum(n * s for of, extra in zip(counts, self.extra, strict=True) for n, s in zip(of, extra, strict=True))
+    def _offer(self, counts: Sequence[Sequence[int]], seconds: float) -> None:
         if (self.found is None or seconds < self.found[0]) and self.account.bytes(counts) <= self.limit_bytes:
             as_tuple = tuple(map(tuple, counts))
             self.found = self.found if as_tuple in self.refused else (seconds, as_tuple)
 
-    def _least_s(self, run: int, left: Sequence[int], need: float) -> float:
-        """Below the seconds of what comes to `need` bytes, of so many pieces of this run and those behind it, parts of pieces included."""
+    def _least_s(self, run: int, left: int, need: float) -> float:
+        """Below the seconds of what comes to `need` bytes, of so many pieces of this run and of all behind it, parts of pieces included."""
         found = 0.0
-        for step in self.steps if need > 0 else ():
-            if step.run < run or not self.weights[step.run]:
+        for number, seconds, nbytes in self.whole if need > 0 else ():
+            if number < run:
                 continue
-            nbytes = self.weights[step.run] * step.nbytes * left[step.run]
+            if number == run:
+                part = left / self.account.runs[run].count
+                seconds, nbytes = seconds * part, nbytes * part
             if need <= nbytes:
-                return found + step.seconds * left[step.run] * need / nbytes
-            found, need = found + step.seconds * left[step.run], need - nbytes
+                return found + seconds * need / nbytes
+            found, need = found + seconds, need - nbytes
         return found if need <= 0 else math.inf
 
-    def _take(self, r: int, k: int, left: int, seconds: float, need: float, counts: list[list[int]]) -> None:
+    def _take(self, r: int, k: int, left: int, seconds: float, need: float) -> None:
         """Decide how many pieces of run r are in its k-th mode, the others being in later ones."""
         runs = self.account.runs
         self.visited += 1
         if self.visited > self.nodes:
             return
         if r == len(runs):
-            self._offer(counts)
+            self._offer(self.counts, seconds)
             return
-        run, extra = runs[r], self.extra[r]
-        lefts = [run.count if q > r else left if q == r else 0 for q, run in enumerate(runs)]
-        least_s = seconds + self._least_s(r, lefts, need)
+        least_s = seconds + self._least_s(r, left, need)
         if math.isinf(least_s) or (self.found is not None and least_s >= self.found[0] * (1 - 1e-12)):
             return
-        head = counts[r] if k else []
-        if k == len(run.modes) - 1:
-            now = [*counts[:r], [*head, left]]
-            freed = self.freed[r][k] * left
-            self._take(r + 1, 0, runs[r + 1].count if r + 1 < len(runs) else 0, seconds + extra[k] * left, need - freed, now)
+        counts, extra, freed = self.counts[r], self.extra[r], self.freed[r]
+        if k == len(counts) - 1:
+            counts[k] = left
+            self._take(r + 1, 0, runs[r + 1].count if r + 1 < len(runs) else 0, seconds + extra[k] * left, need - freed[k] * left)
             return
         most = left
         if self.found is not None and extra[k] > 0:
             most = min(left, math.ceil((self.found[0] - seconds) / extra[k]))
         for n in range(most, -1, -1):
-            self._take(r, k + 1, left - n, seconds + extra[k] * n, need - self.freed[r][k] * n, [*counts[:r], [*head, n]])
+            counts[k] = n
+            self._take(r, k + 1, left - n, seconds + extra[k] * n, need - freed[k] * n)
 
     def _freed(self, r: int) -> list[float]:
         kept = [self.account.runs[r].piece.modes[m].kept_bytes for m in self.account.runs[r].modes]
