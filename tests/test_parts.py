@@ -388,8 +388,17 @@ def _put_in_whole() -> None:
     assert (model.full_state_dict()[name] == 0.5).all()
     with pytest.raises(ValueError, match="by an object from outside"), model.full_parameters(), torch.no_grad():
         p.zero_()
-    with pytest.raises(ValueError, match="would be lost"), model.full_parameters(write=False):
-        model.apply(lambda m: None)
+    with pytest.raises(ValueError, match="would be lost"), model.full_parameters(write=False), model.full_parameters():
+        pass
+    with model.full_parameters():
+        whole = dict(model.named_parameters())[name]
+        whole.requires_grad_(False)
+        whole.rate = 0.1
+    assert not p.requires_grad
+    assert p.rate == 0.1
+    p.requires_grad_(True)
+    with pytest.raises(ValueError, match="a hook was registered on"), model.full_parameters():
+        dict(model.named_parameters())[name].register_hook(lambda grad: grad)
 
 
 def _saved_state() -> None:

@@ -39,12 +39,10 @@ class AsOriginal(WithState):
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Collective: as nn.Module.apply, with whole parameters; what rank 0 has written is the model's on all ranks."""
-        with self.full_parameters():
-            if self.original is not None:
-                self.original.apply(fn)
-            else:
-                super().apply(fn)
+        """As nn.Module.apply: of the original."""
+        if self.original is None:
+            return super().apply(fn)
+        self.original.apply(fn)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -438,6 +438,17 @@ class Tree:
                         raise ValueError(f"{name} has shape {tuple(lies.shape)} in the plan, and {has} after full_parameters()")
                     else:
                         self.at_rest(name).copy_(lies.cut(lies.agreed(tensor.to(self._device))))
+                    if write and not home and isinstance(tensor, nn.Parameter):
+                        _take_over(name, self.params[name], tensor)
+
+
+def _take_over(name: str, param: nn.Parameter, whole: nn.Parameter) -> None:
+    """What was said of a whole parameter inside of full_parameters(), beside its values."""
+    if whole._backward_hooks or whole._post_accumulate_grad_hooks:
+        raise ValueError(f"a hook was registered on {name} inside of full_parameters(), where the whole stands for it: register it outside")
+    if param.requires_grad != whole.requires_grad:
+        param.requires_grad_(whole.requires_grad)
+    vars(param).update(own_attributes(whole))
 
 
 def _written(param: nn.Parameter) -> tuple[int, int]:

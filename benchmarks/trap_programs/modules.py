@@ -153,6 +153,78 @@ def init_applied_after_compile(compile: Compile) -> Results:
     return trained(model)
 
 
+@program(KIND)
+def applied_between_a_call_and_its_backward(compile: Compile) -> Results:
+    """As virtual adversarial training switches the statistics of BatchNorm: what is applied writes nothing."""
+    model = compile(seeded(Net), example_inputs=batch())
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(*batch(step))
+        model.apply(lambda module: setattr(module, "seen", True))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def apply_freezes_layers(compile: Compile) -> Results:
+    """By requires_grad_ of each module that is asked for, after a step."""
+    model = compile(seeded(Net), example_inputs=batch())
+    before = trained(model)
+    model.apply(lambda module: module.requires_grad_(False) if isinstance(module, nn.LayerNorm | nn.Embedding) else None)
+    first = next(m for m in model.modules() if isinstance(m, nn.Linear))
+    first.apply(lambda module: module.requires_grad_(False))
+    return {"before": before, "after": trained(model), "trains": [p.requires_grad for p in model.parameters()]}
+
+
+@program(KIND)
+def apply_clips_gradients(compile: Compile) -> Results:
+    """Each layer's own, between backward and the step; and those of biases are dropped."""
+    model = compile(seeded(Net), example_inputs=batch())
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+
+    def clip(module: nn.Module) -> None:
+        for name, p in module.named_parameters(recurse=False):
+            if p.grad is not None and p.dim() > 1:
+                p.grad.clamp_(-1e-3, 1e-3)
+            elif name == "bias":
+                p.grad = None
+
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(*batch(step))
+        loss.backward()
+        model.apply(clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def apply_collects_groups(compile: Compile) -> Results:
+    """The parameters of groups of an optimizer, and a rate that is an attribute of each."""
+    model = compile(seeded(Net), example_inputs=batch())
+    decays, others = list[nn.Parameter](), list[nn.Parameter]()
+
+    def collect(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            (decays if p.dim() > 1 else others).append(p)
+            p.rate = 0.1 if isinstance(module, nn.Linear) else 0.05  # type: ignore[attr-defined]
+
+    model.apply(collect)
+    groups = [{"params": [p], "lr": p.rate, "weight_decay": 0.1 if k == 0 else 0.0} for k, of in enumerate((decays, others)) for p in of]  # type: ignore[attr-defined]
+    optimizer, losses = torch.optim.SGD(groups), []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(*batch(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
 def _constant(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         with torch.no_grad():
