@@ -212,3 +212,53 @@ def test_steps_at_once_have_memory_of_their_own() -> None:
     assert tensors[1].tolist() == [3.0, 3.0] and tensors[0].numel() == 0
     log.run(second)
     assert second.finish()["b"].tolist() == [8.0] * 2
+
+
+class Through(torch.autograd.Function):
+    """As C.own of the first rank: a view each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.view_as(grad)
+
+
+@pytest.mark.parametrize("reduces", [False, True], ids=["nobody is told", "a bucket waits"])
+def test_gradients_that_are_one_memory_are_added_to_apart(reduces: bool) -> None:
+    """(a + b) c twice: a's gradient is the tensor that b's is."""
+    log = Log()
+    step = log.step(log.bucket("cba", reduces=reduces), passes=2)
+    for factor in (1.0, 10.0):
+        a, b, c = (Through.apply(step.read(name)) for name in "abc")
+        step.begin_pass(0)
+        (factor * (a + b) * c).sum().backward()
+        step.end_pass()
+    assert {n: g.tolist() for n, g in step.finish().items()} == {"a": [44.0] * 2, "b": [44.0] * 2, "c": [55.0] * 2}
+
+
+def test_what_is_reduced_in_place_is_no_other_gradient() -> None:
+    log = Log()
+    one, other = log.bucket("b"), log.bucket("a")
+    def in_place(grads: Mapping[str, Tensor]) -> Reduced:
+        for grad in grads.values():
+            grad.mul_(2)
+        return Reduced(grads)
+
+    one.reduce = in_place
+    step = log.step(one, other, log.bucket("c"))
+    a, b, c = (Through.apply(step.read(name)) for name in "abc")
+    ((a + b) * c).sum().backward()
+    assert {n: g.tolist() for n, g in step.finish().items()} == {"a": [4.0] * 2, "b": [8.0] * 2, "c": [5.0] * 2}
+
+
+def test_a_gradient_that_nothing_else_has_is_not_copied() -> None:
+    log = Log()
+    step = log.step(log.bucket("cba", reduces=False))
+    leaf = step.read("a")
+    came = list[int]()
+    leaf.register_hook(lambda grad: came.append(grad.data_ptr()))
+    log.run(step)
+    assert [step.finish()["a"].data_ptr()] == came

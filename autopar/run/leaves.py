@@ -16,7 +16,7 @@ from torch import Tensor
 from autopar.run.buckets import Held
 from autopar.run.plain import plainly
 
-__all__ = ["Leaf", "Leaves", "leaf_of"]
+__all__ = ["Leaf", "Leaves", "leaf_of", "own_gradient"]
 
 Arrived = Callable[[str], None]
 
@@ -53,6 +53,18 @@ def leaf_of(value: Tensor, name: str, arrived: weakref.WeakMethod[Arrived] | Non
 
     leaf.register_post_accumulate_grad_hook(come)
     return Leaf(leaf, told)
+
+
+def own_gradient(leaf: Tensor) -> None:
+    """Give the gradient of a leaf memory that nothing else has. autograd lets a leaf have what a node of backward has returned, and adds to
+    that in place, if no other tensor object is it: but where a node returns a view (C.own, a view of the user's), another leaf's gradient,
+    or one that is sent, may be the same memory."""
+    grad = leaf.grad
+    if grad is not None and not grad.is_sparse and torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > _ALONE:
+        leaf.grad = grad.clone()
+
+
+_ALONE = 2  # who use the memory of a tensor that no other has: itself, and the object that is asked for
 
 
 class Leaves:

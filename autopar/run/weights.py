@@ -25,7 +25,7 @@ from torch import Tensor
 from autopar.run import comm
 from autopar.run.buckets import Bucket, Computes, Gathering, Held, Reduction, add_parts
 from autopar.run.gathered import GatheredWhereUsed
-from autopar.run.leaves import Arrived, Leaf, Leaves
+from autopar.run.leaves import Arrived, Leaf, Leaves, own_gradient
 
 __all__ = ["Step", "Weights", "buffers_kept"]
 
@@ -108,6 +108,7 @@ class Step:
         self._told = weakref.WeakMethod(arrived) if waits else None  # who is told that a gradient has come, if any waits for it
         self._borrowed: dict[str, Leaf] = {}
         self._leaves: dict[str, Tensor] = {}
+        self._owned = set[str]()  # leaves whose gradient's memory nothing else has
         self._started = 0  # of the step's buckets
         self._await(self._of_a_pass)
         self._reductions: list[Reduction] = []
@@ -176,11 +177,13 @@ class Step:
 
     def end_pass(self) -> None:
         """That pass has ended."""
+        self._own_gradients()
         self._reduce_of_pass(whatever=True)
         self._finish_going()  # whose gradients would be whole through the next forward pass
 
     def _arrived(self, name: str) -> None:
         """A gradient of this pass. Reductions start when the last one of a bucket has arrived."""
+        self._own(name)
         whole = False
         if name in self._due_of and name not in self._fresh:
             self._due_left[self._due_of[name]] -= 1
@@ -191,6 +194,19 @@ class Step:
             whole = whole or not self._left[self._bucket_of[name]]
         if whole:
             self._start_reductions()
+
+    def _own(self, name: str) -> None:
+        """Let a gradient that has come be added to, and reduced, where it is."""
+        if name not in self._owned:
+            own_gradient(self._leaves[name])
+            self._owned.add(name)
+
+    def _own_gradients(self) -> None:
+        """The same for all of leaves that tell nobody."""
+        if self._told is None and len(self._owned) < len(self._borrowed):
+            for name, leaf in self._borrowed.items():
+                if leaf.tensor.grad is not None:
+                    self._own(name)
 
     def _reduce_of_pass(self, *, whatever: bool = False) -> bool:
         """Start the reductions of the pass, in order, so that all ranks start the same: of buckets whose gradients have arrived, or
@@ -227,6 +243,7 @@ class Step:
             elif leaf is not None and leaf.grad is not None:
                 found[name] = leaf.grad
                 leaf.grad = None
+                self._owned.discard(name)
         return found
 
     def _finish_going(self) -> None:
@@ -242,6 +259,7 @@ class Step:
         self._gathering.clear()
         if not self._grad:
             return {}
+        self._own_gradients()
         self._reduce_of_pass(whatever=True)
         self._finish_going()
         self._late.update(of_used)

@@ -9,7 +9,25 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from benchmarks import _traps_kit as kit
-from benchmarks._traps_kit import HIDDEN, WIDTH, Compile, Logits, Net, Results, batch, batches, program, samples, seeded, sgd, state, train
+from benchmarks._traps_kit import (
+    CLASSES,
+    HIDDEN,
+    WIDTH,
+    Compile,
+    Logits,
+    Net,
+    Results,
+    batch,
+    batches,
+    gradients,
+    program,
+    samples,
+    seeded,
+    sgd,
+    state,
+    train,
+    trained,
+)
 
 KIND = "gradients"
 
@@ -389,3 +407,49 @@ def clipped_by_an_operator_of_its_own(compile: Compile) -> Results:
         optimizer.step()
         losses.append(loss.item())
     return {"losses": losses, "state": state(model)}
+
+
+class Tokens(nn.Module):
+    """The head of a vision transformer: a class token before the tokens of a sample, and a position for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.head = nn.Linear(2, HIDDEN), nn.Linear(HIDDEN, CLASSES)
+        self.token, self.positions = (nn.Parameter(torch.randn(1, n, HIDDEN) * 0.1) for n in (1, 1 + WIDTH // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.cat([self.token.expand(len(x), -1, -1), self.cut(x.unflatten(-1, (-1, 2)))], 1)
+        found: Tensor = self.head(torch.tanh(tokens + self.positions).mean(1))
+        return found
+
+
+@program(KIND)
+def tokens_and_an_odd_last_batch(compile: Compile) -> Results:
+    """The last batch divides among no ranks: each runs its samples one after the other, with gradients that are slices of one another."""
+    model = compile(seeded(Tokens), example_inputs=(batch(size=4)[0],))
+    optimizer, losses, found = sgd(model), [], []
+    for x, y in (batch(0, 4), batch(1, 3), batch(2, 4), batch(3, 1)):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        found.append(gradients(model))
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "gradients": found, "state": state(model)}
+
+
+@program(KIND, plans=("dp2mb2",))
+def sums_of_views_of_weights(compile: Compile) -> Results:
+    """Of which autograd gives each the same gradient: micro-batches add to it in place."""
+
+    class Summed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (nn.Parameter(torch.randn(1, HIDDEN) * 0.1) for _ in range(2))
+            self.delta = nn.Parameter(torch.randn(CLASSES, HIDDEN) * 0.1)
+
+        def logits(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.hidden(x) + (self.one.squeeze(0) + self.two.squeeze(0)))
+            return F.linear(h, torch.stack([self.head.weight, self.delta]).sum(0), self.head.bias)
+
+    return trained(compile(seeded(Summed), example_inputs=batch()))
