@@ -268,6 +268,8 @@ class Step:
                 leaf = self._leaves.get(name)
                 grad = self._late.get(name, None if leaf is None else leaf.grad)
                 whole = (held.no_gradient() if grad is None else grad.contiguous()).to(held.reduce_dtype)
+                if whole is grad and name in of_used:  # it may be that of another parameter too, as backward gave it to both
+                    whole = whole.clone()
                 comm.all_reduce_(whole, held.tied)
                 self._late[name] = whole.to(held.dtype)
         self._start_reductions(whatever=True)
