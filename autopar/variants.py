@@ -9,6 +9,7 @@ a file. The parameters stay where they rest.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from autopar.axes import BATCH
 from autopar.capture import Captured, captured_alike, program_hash
+from autopar.capture.assembled import differentiable_throughout
 from autopar.capture.export import each_output
 from autopar.errors import CaptureError, PlanError
 from autopar.ir import Buffer, Param, Program, refs
@@ -77,7 +79,7 @@ class Variants:
         plan, captured = self._plan, self._captured_by_all(module, inputs, why, **how)
         program = captured.program
         try:
-            captured, emitted = self._fitting(module, captured, inputs, why, asked, **how)
+            captured, emitted, forward_only = self._fitting(module, captured, inputs, why, asked, **how)
             program = captured.program
         except PlanError as e:
             count = program.batch_size or 0
@@ -104,22 +106,28 @@ class Variants:
         constants = {b.fqn or b.value for b in program.buffers if b.fqn is None or b.region}
         tensors = {name: tensor for name, tensor in tensors_of(captured).items() if name in constants}
         return Anew(
-            emitted=emitted, tensors=tensors, guards=captured.guards, returned=captured.returned, around_loss=captured.around_loss
+            emitted=emitted, tensors=tensors, guards=captured.guards, returned=captured.returned, around_loss=captured.around_loss,
+            forward_only=forward_only,
         )
 
     def _fitting(
         self, module: ParallelModule, captured: Captured, inputs: Any, why: str, asked: str, **how: Any
-    ) -> tuple[Captured, Emitted]:
-        """What was captured, emitted. Where the plan's decisions do not fit what trains now, and the model computes the same in any case:
-        the model as it was planned to train; it has gradients of what is frozen, which nobody takes. PlanError if neither fits."""
+    ) -> tuple[Captured, Emitted, bool]:
+        """What was captured, emitted, and whether it can only run forward. Where the plan's decisions do not fit what trains now, and the
+        model computes the same in any case: the model as it was planned to train; it has gradients of what is frozen, which nobody takes.
+        In a call without gradients: cut where no gradients would come back. PlanError if nothing fits."""
         try:
-            return captured, self._emitted(module, captured, asked)
+            return captured, self._emitted(module, captured, asked), False
         except PlanError:
+            if not torch.is_grad_enabled():
+                forward = dataclasses.replace(captured, program=differentiable_throughout(captured.program))
+                with contextlib.suppress(PlanError):
+                    return captured, self._emitted(module, forward, asked), True
             with module.trained_as_planned() as otherwise:
                 as_planned = self._captured_by_all(module, inputs, why, **how) if otherwise else None
             if as_planned is None or not _compute_the_same(captured.program, as_planned.program):
                 raise
-            return as_planned, self._emitted(module, as_planned, asked)
+            return as_planned, self._emitted(module, as_planned, asked), False
 
     def _captured_by_all(self, module: ParallelModule, inputs: Any, why: str, **how: Any) -> Captured:
         written, trains = module.written_parameters, torch.is_grad_enabled()

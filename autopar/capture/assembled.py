@@ -17,7 +17,7 @@ from autopar.errors import CaptureError
 from autopar.ir import Op, Program, TensorType
 from autopar.region_paths import paths_of
 
-__all__ = ["program_of", "with_flows"]
+__all__ = ["differentiable_throughout", "program_of", "with_flows"]
 
 
 def program_of(trace: Trace, mutations: tuple[tuple[str, str], ...], *, trains: bool) -> Program:
@@ -73,6 +73,11 @@ def with_flows(trace: Trace, program: Program) -> Trace:
         upstream = tuple((tuple(names[v] for v in leaves if v in names), handles) for leaves, handles in flow.operands)
         tensors[handle] = dataclasses.replace(tensors[handle], handle=handle, direct=flow.direct, upstream=upstream)
     return dataclasses.replace(trace, tensors=tensors)
+
+
+def differentiable_throughout(program: Program) -> Program:
+    """As if all that it makes had a gradient: of a program that only ever runs forward, which may then be cut anywhere."""
+    return dataclasses.replace(program, types=_as_if_trained(program.ops, program.types))
 
 
 def _as_if_trained(ops: Sequence[Op], types: Mapping[str, TensorType]) -> dict[str, TensorType]:

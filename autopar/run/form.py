@@ -76,18 +76,20 @@ class Anew:
     guards: Guards | None = None
     returned: Returned | None = None
     around_loss: Returned | None = None
+    forward_only: bool = False
 
 
 class Form:
     """What an emitted module runs, for its input shapes and its mode. constants: of this rank, by name. guards: say whether it is
     still what the user's model does. returned: where the outputs go in what a call returns; None for the loss alone. around_loss: what the
-    original returns then, without its tensors; None if that is the loss, or not known."""
+    original returns then, without its tensors; None if that is the loss, or not known. forward_only: it is for calls without gradients."""
 
     def __init__(
         self, emitted: Emitted, constants: Mapping[str, Tensor], mesh: Mesh, device: torch.device, *, local_batch: bool,
-        guards: Guards | None = None, returned: Returned | None = None, around_loss: Returned | None = None,
+        guards: Guards | None = None, returned: Returned | None = None, around_loss: Returned | None = None, forward_only: bool = False,
     ) -> None:  # fmt: skip
         manifest = emitted.MANIFEST
+        self.forward_only = forward_only
         for library in manifest.libraries:
             importlib.import_module(library)
         if len(emitted.STAGES) != len(manifest.places):

@@ -161,7 +161,7 @@ class Forms:
                 constants = self._constants_of(anew.emitted.MANIFEST, anew.tensors) | regions_of(anew.emitted.MANIFEST, anew.tensors)
             form = Form(
                 anew.emitted, constants, mesh, first.outputs.device, local_batch=first.batch.local, guards=anew.guards,
-                returned=anew.returned, around_loss=anew.around_loss,
+                returned=anew.returned, around_loss=anew.around_loss, forward_only=anew.forward_only,
             )  # fmt: skip
             self._captures, self._seconds = self._captures + 1, self._seconds + time.perf_counter() - start
             if self._captures == MANY and mesh.rank == 0:
@@ -186,6 +186,8 @@ class Forms:
 
     def changed(self, form: Form, call: Call) -> str | None:
         """Collective: what has changed since a call of what its form froze, in words."""
+        if form.forward_only and torch.is_grad_enabled():
+            return "it was called without gradients"
         if form.guards is None:
             return None
         said = form.guards.changed(self._whole, functools.partial(self._input, call, {}))

@@ -37,6 +37,46 @@ class Normed(InDict):
         return hidden if self.training else self.drop(hidden)
 
 
+class Adapted(nn.Module):
+    """A frozen layer and what trains beside it, which can be added to its weight."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(2, inputs) * 0.1), nn.Parameter(torch.zeros(outputs, 2))
+        self.merged = False
+
+    def merge(self, sign: float) -> None:
+        self.layer.weight.data += sign * self.up.data @ self.down.data
+        self.merged = sign > 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.layer(x)
+        return h if self.merged else h + x @ self.down.T @ self.up.T
+
+
+@program(EVALUATION)
+def adapters_merged_for_evaluation(compile: Compile) -> Results:
+    """Then nothing before the last layer trains, and there is no gradient that could go back to the first stage."""
+    model = compile(seeded(lambda: nn.Sequential(Adapted(8, 16), nn.Tanh(), Adapted(16, 16), nn.Tanh(), nn.Linear(16, 4))))
+    optimizer, losses, found = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2), [], []
+    for k in range(3):
+        x, y = batch(k)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        adapted = [m for m in model.modules() if isinstance(m, Adapted)]
+        for m in adapted:
+            m.merge(1.0)
+        with torch.no_grad():
+            found += [model(batch(9)[0]), model(batch(8, 6)[0])]
+        for m in adapted:
+            m.merge(-1.0)
+    return {"losses": losses, "found": found, "state": state(model)}
+
+
 @program(EVALUATION)
 def evaluated_before_the_first_step(compile: Compile) -> Results:
     model = compile(seeded(Normed))
