@@ -32,6 +32,18 @@ class Parted:
     takes_views = True  # as operands, beside parts
     _lies: Lies
 
+    def set_(self, *source: Any, **more: Any) -> Any:
+        """torch asks no subclass here, and would give it the memory of a whole. Of a parameter, as x.data = source."""
+        if not isinstance(self, Part) and not self._lies.split:
+            return super().set_(*source, **more)  # type: ignore[misc]
+        if not (isinstance(self, Part) and len(source) == 1 and isinstance(source[0], Tensor) and not more):
+            raise ValueError(
+                f"set_() of what belongs to {self._lies.name}, of which each rank holds a part: give the parameter itself a tensor of its "
+                f"shape, or write values (copy_)"
+            )
+        self.data = source[0]
+        return self
+
 
 class PartTensor(Parted, Tensor):
     """A part that is not a parameter: a gradient, a buffer, or what elementwise operators made of parts."""

@@ -410,6 +410,34 @@ def parametrised_after_compile(compile: Compile) -> Results:
     return trained(model)
 
 
+@program(KIND)
+def weight_given_to_a_parametrised_layer(compile: Compile) -> Results:
+    """As torch's parametrizations take it: what they make of it is the memory of the original from then on (set_)."""
+
+    class Doubled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+        def right_inverse(self, x: Tensor) -> Tensor:
+            return x / 2
+
+    def build() -> nn.Module:
+        net = Net()
+        nn.utils.parametrizations.weight_norm(net.first)
+        nn.utils.parametrize.register_parametrization(net.head, "weight", Doubled())
+        return net
+
+    model = compile(seeded(build), example_inputs=batch())
+    optimizer = sgd(model)
+    losses = train(model, optimizer)
+    model.first.weight = torch.linspace(-1, 1, 128).view(16, 8)
+    model.head.weight = model.head.weight.detach() * 0.5
+    losses += train(model, optimizer)
+    with torch.no_grad():
+        model.blocks[0].up.weight.set_(torch.full((32, 16), 0.1))
+    return {"losses": losses + train(model, optimizer), "state": state(model)}
+
+
 @program(KIND, plans=("dp2tp2",))
 def parametrised_in_each_call(compile: Compile) -> Results:
     """The forward registers a low-rank addition to a frozen weight, and takes it away: adapters of the weights of experts do so."""
