@@ -61,7 +61,7 @@ FORMS: dict[str, tuple[tuple[Arg, ...], tuple[tuple[int, ...], ...], str]] = {
 
 
 def test_every_operator_has_a_form() -> None:
-    assert {f"aten.{name}" for name in FORMS} == counting.SAME_ON_META
+    assert {f"aten.{name}" for name in FORMS} | {counting.SYNC_BATCH_NORM} == counting.SAME_ON_META
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -99,6 +99,29 @@ def test_workspaces_on_meta_are_those_on_fake_tensors(name: str, dtype: torch.dt
             m.setattr(spaces, "is_same_on_meta", lambda *_: False)
             again = spaces._workspace(*given)
             assert (on_meta, on_meta.backward, on_meta.gradients) == (again, again.backward, again.gradients)
+
+
+@pytest.mark.parametrize("target", [counting.BATCH_NORM, counting.SYNC_BATCH_NORM])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("statistics", [torch.float32, torch.float64], ids=str)
+def test_norms_of_a_batch_are_the_same_on_meta(
+    target: str, dtype: torch.dtype, statistics: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operands = tuple(Ref(f"x{k}") for k in range(5))
+    kwargs: tuple[tuple[str, Arg], ...] = (("axis", "dp"), ("momentum", 0.1), ("eps", 1e-5)) if target == counting.SYNC_BATCH_NORM else ()
+    call = Op(target=target, args=operands if kwargs else (*operands, True, 0.1, 1e-5, True), kwargs=kwargs, outputs=("y",))
+    ins = (TensorType((4, 6, 8, 8), dtype, True), *[TensorType((6,), statistics, k < 2) for k in range(4)])
+    given = (call, ins, tuple(torch.empty(t.shape, device="meta").stride() for t in ins), ins[:1])
+    counted = (target, call.args, kwargs, False, ins, ins[:1])
+    one = spaces._workspace(*given)
+    count = counting._count.__wrapped__(*counted)
+    assert counting.is_same_on_meta(target, ins) or dtype == torch.bfloat16
+    with monkeypatch.context() as m:
+        m.setattr(counting, "is_same_on_meta", lambda *_: False)
+        m.setattr(spaces, "is_same_on_meta", lambda *_: False)
+        again = spaces._workspace(*given)
+        assert (one, one.backward, one.gradients) == (again, again.backward, again.gradients)
+        assert count == counting._count.__wrapped__(*counted)
 
 
 @pytest.mark.parametrize("target", ["aten.scaled_dot_product_attention.default", "autopar.L.attention"])

@@ -30,6 +30,7 @@ __all__ = ["FUSED_DROPOUT", "OP_CLASSES", "SAME_ON_META", "Counts", "as_on_gpu",
 
 _DROPOUT_AT = 4  # of the arguments of the first
 FUSED_DROPOUT = "aten.native_dropout.default"  # returns its mask besides
+BATCH_NORM, SYNC_BATCH_NORM = "aten.batch_norm.default", "autopar.L.sync_batch_norm"
 
 OP_CLASSES: dict[str, str] = {
     name: cls
@@ -225,17 +226,20 @@ _PLAIN = (
     "permute.default unsqueeze.default squeeze.dim expand.default select.int where.ScalarOther where.ScalarSelf new_zeros.default "
     "new_ones.default slice_scatter.default select_scatter.default native_dropout.default"
 )
-SAME_ON_META = frozenset(f"aten.{name}" for name in _PLAIN.split())
+SAME_ON_META = frozenset((*(f"aten.{name}" for name in _PLAIN.split()), SYNC_BATCH_NORM))
 
 
 def is_same_on_meta(target: str, ins: Sequence[TensorType]) -> bool:
     """Whether neither the work of an operator nor what it keeps and allocates depends on the device, so that it may run on meta, which
-    takes a fraction of the time. Attention whose mask has a gradient is composed of others on the CPU too."""
+    takes a fraction of the time. Attention whose mask has a gradient is composed of others on the CPU too; the statistics of a batch are
+    of another dtype there if that of the operand is a short one."""
+    if target == BATCH_NORM:
+        return ins[0].dtype in (torch.float32, torch.float64)
     return target in SAME_ON_META or (target in (ATTENTION, LOCAL_ATTENTION) and len(ins) > 3 and ins[3].grad)
 
 
 # Statistics over a whole channel come first, so that the operand is read twice; those of a row stay in the kernel that made them.
-_TWO_PASSES = frozenset({"aten.batch_norm.default", "aten.instance_norm.default", "aten.group_norm.default", "autopar.L.sync_batch_norm"})
+_TWO_PASSES = frozenset({BATCH_NORM, "aten.instance_norm.default", "aten.group_norm.default", SYNC_BATCH_NORM})
 
 # Operators that do the same to every row -> the first dim of a row of the operand.
 _ROW_BY_ROW: dict[str, Callable[[tuple[Any, ...], TensorType], int]] = {
