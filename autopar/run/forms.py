@@ -147,14 +147,12 @@ class Forms:
             try:
                 anew = self.another(inputs, changed or "", call.asked, varying)
             except (CaptureError, ValueError) as why:
-                if torch.is_grad_enabled() or call.asked:
-                    raise
-                if call.outputs != "all":
-                    if isinstance(why, NoLoss):
-                        raise NoLoss(f"{why}. Or compile with outputs='all': then a call under torch.no_grad() needs no loss") from why
+                if torch.is_grad_enabled():
                     raise
                 if not isinstance(why, NoLoss):
                     warnings.warn(f"the original computes this call, with whole parameters on every rank: {why}", stacklevel=2)
+                elif call.outputs != "all":
+                    raise NoLoss(f"{why}. Or compile with outputs='all': then a call under torch.no_grad() needs no loss") from why
                 self._by_the_original.add(key)
                 return None
             with with_gradients():
