@@ -399,6 +399,11 @@ def _put_in_whole() -> None:
     p.requires_grad_(True)
     with pytest.raises(ValueError, match="a hook was registered on"), model.full_parameters():
         dict(model.named_parameters())[name].register_hook(lambda grad: grad)
+    with model.full_parameters():
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer.step()
+    with pytest.raises(ValueError, match="an optimizer was given .* inside of full_parameters"):
+        optimizer.step()
 
 
 def _saved_state() -> None:

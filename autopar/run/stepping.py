@@ -36,7 +36,7 @@ from autopar.run.parts import Part, PartTensor
 from autopar.run.plain import users_level
 from autopar.run.wholes import cut_as
 
-__all__ = ["close_steps", "hook_optimizers", "tell_of_steps"]
+__all__ = ["close_steps", "hook_optimizers", "left_behind", "tell_of_steps"]
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 _NUMBERS = ("step", "mu_product", "eta", "mu")  # states of these that are one number, whatever the parameter is
@@ -57,6 +57,7 @@ _stances: list[Any] = []  # of torch.compile, of the steps that run
 _hooked = False
 # by its id: a parameter of what was compiled and not called since, and the name of its model
 _not_called: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+_left_behind: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}  # by its id: what stood for a parameter for a while, and its name
 
 
 def hook_optimizers() -> None:
@@ -80,6 +81,24 @@ def tell_of_steps(param: nn.Parameter, model: str) -> Callable[[], None]:
 
     _not_called[key] = weakref.ref(param, forget), model
     return forget
+
+
+def left_behind(param: nn.Parameter, name: str) -> None:
+    """Refuse optimizers that step on what has stood for a parameter of this name, and is none of the model any more."""
+    hook_optimizers()
+    key = id(param)
+    _left_behind[key] = weakref.ref(param, lambda _: _left_behind.pop(key, None)), name
+
+
+def _refuse_what_was_left(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            known = _left_behind.get(id(param))
+            if known is not None and known[0]() is param:
+                raise ValueError(
+                    f"an optimizer was given {known[1]} inside of full_parameters(), where the whole stands for it: outside it is no "
+                    f"parameter of the model. Make the optimizer outside"
+                )
 
 
 def _tell(optimizer: Optimizer) -> None:
@@ -109,6 +128,8 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     whole_where_full()
     if _not_called:
         _tell(optimizer)
+    if _left_behind:
+        _refuse_what_was_left(optimizer)
     if not torch.compiler.is_compiling():
         computed_before(optimizer)
     params: list[Any] = [p for group in optimizer.param_groups for p in group["params"] if type(p) is Part]

@@ -18,6 +18,7 @@ from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Mesh
 from autopar.run.part import local
 from autopar.run.stand_in import StandIn, has_state_of_its_own
+from autopar.run.stepping import left_behind
 from autopar.run.tree import Tree
 
 __all__ = ["AtRest", "WithState"]
@@ -123,9 +124,14 @@ class WithState(StandIn):
         """Collective: inside, the parameters and buffers of the model are whole and plain on every rank, so that anything may be done
         with them (another initialisation, the original's own methods). write: what rank 0 has written is the model's afterwards, on
         all ranks, and so are `requires_grad` and attributes of parameters; their gradients are not. Each rank needs the memory of the
-        whole model. The module is not called inside. Raises ValueError for a hook that was registered on a whole parameter."""
+        whole model. The module is not called inside. Raises ValueError for a hook that was registered on a whole parameter; an optimizer
+        that was given one raises where it steps."""
+        outermost = not self._tree.whole
         with self._tree.as_whole(write=write):
+            wholes = dict(nn.Module.named_parameters(self.original)) if self.original is not None and outermost else {}
             yield
+        for name, param in wholes.items():
+            left_behind(param, name)
 
     def at_rest(self, name: str) -> Tensor:
         """This rank's part of a parameter or buffer of the original, by its name, as a plain tensor that shares its memory; empty if
