@@ -122,6 +122,39 @@ def test_what_takes_the_module_apart_is_refused(pool: WorkerPool, act: Any, says
             assert re.search(says, found), found
 
 
+def copied_after_its_optimizer() -> None:
+    model = autopar.compile(Net(), gpus=2, cluster="cpu", pins={"dp": 2}, example_inputs=batch())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match="Copy the model first: it is to stand before its optimizer"):
+        copy.deepcopy([optimizer, model])
+    other, of_other = copy.deepcopy([model, optimizer])
+    held = [p for group in of_other.param_groups for p in group["params"]]
+    assert all(p is q for p, q in zip(other.parameters(), held, strict=True))
+    assert not any(p is q for p, q in zip(other.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.gloo
+def test_an_optimizer_that_is_copied_with_its_model_holds_the_copy(pool: WorkerPool) -> None:
+    pool.run(copied_after_its_optimizer)
+
+
+def copies_from_before_the_first_call() -> None:
+    torch.manual_seed(0)
+    model = autopar.compile(Net(), gpus=2, cluster="cpu", pins={"dp": 2, "zero": 3})
+    same, wider = copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model))
+    wider.original.layers[0] = nn.Linear(6, 16)  # which the first call's batch does not fit
+    model(*batch()).backward()
+    assert same.plan.to_json() == model.plan.to_json() and wider.plan is None
+    assert torch.equal(same(*batch()), model(*batch()))
+    wider(torch.ones(4, 6), batch()[1]).backward()
+    assert wider.plan.mesh == model.plan.mesh
+
+
+@pytest.mark.gloo
+def test_copies_from_before_the_first_call_begin_with_it_where_they_can(pool: WorkerPool) -> None:
+    pool.run(copies_from_before_the_first_call)
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", ["compiled_by_torch", "step_compiled_by_torch"])
 def test_torch_compile_leaves_the_module_as_it_is(name: str, judge: Judge) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.errors import LaunchError, SettingError
+from autopar.errors import AutoparError, LaunchError, SettingError
 from autopar.run.grad_mode import with_gradients
 from autopar.run.inputs import as_example
 from autopar.run.module import ParallelModule
@@ -76,6 +78,7 @@ class DeferredModule(StandIn):
         keep["_gpus"], keep["_finish"], keep["_start"] = gpus, finish, start
         keep["compiled"], keep["_started"], keep["_inputs"] = compiled, None, inputs
         keep["_copied"] = copied
+        keep["_family"] = [weakref.ref(self)]  # it, what it is a copy of, and copies of these, from before their first calls
         keep["random_stream"] = None  # to go on with, of a checkpoint that was loaded before the first call
         keep |= {name: model.__dict__[name] for name in REGISTRIES}
         first = next((p for p in model.parameters() if p.requires_grad), None)
@@ -118,23 +121,36 @@ class DeferredModule(StandIn):
             keep["_inputs"] = as_example(args, kwargs)
             with with_gradients():
                 keep["compiled"] = self._finish(self._inputs)
-        if self._called is not None:
-            self._called()
         with with_gradients():
             module = self._start(self.compiled, self._inputs)
+        self._becomes(module)
+        for other in [found for ref in self._family if (found := ref()) is not None and found._started is None]:
+            with contextlib.suppress(AutoparError, ValueError), hooks_aside(other.original.parameters()), with_gradients():
+                assert module._copied is not None
+                other._becomes(module._copied(other.original))  # else it is planned for its own first call
+
+    def _becomes(self, module: ParallelModule) -> None:
+        keep = self.__dict__
+        if self._called is not None:
+            self._called()
         if (stream := keep.pop("random_stream")) is not None:
             module.random_stream = stream
-        keep["_started"] = module
+        keep["_started"], keep["compiled"] = module, self.compiled or module
         for name in ("_finish", "_start", "_inputs"):  # which hold what is not needed any more
             del keep[name]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """As of the parallel module, if it is there; else one that is planned on its own first call."""
+        """As of the parallel module, if it is there; else one that begins as soon as this one does, or the other way round, under the same
+        plan."""
         if self._started is not None:
             return copy.deepcopy(self._started, memo)
         if self._copied is None:
             self._refuse_copy("copied")
-        return self._copied(copy.deepcopy(self.original, memo))
+        found = self._copied(copy.deepcopy(self.original, memo))
+        if isinstance(found, DeferredModule):
+            self._family.append(weakref.ref(found))
+            found.__dict__["_family"] = self._family
+        return found
 
     @property
     def training(self) -> bool:

@@ -423,13 +423,22 @@ class ParallelModule(AsOriginal):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Collective: a parallel module of a deep copy of the original, under the same plan. Each rank needs the memory of the whole model
-        for it."""
-        if self._copied is None:
+        for it. What is copied with it and holds its parameters (an optimizer) holds the copy's."""
+        if self._copied is None or self.original is None:
             self._refuse_copy("copied")
+        own = _tensors_of(self.original)
+        if known := next((name for name, tensor in own.items() if id(tensor) in memo), None):
+            raise ValueError(
+                f"{self.manifest.model} is copied together with what holds its parameters ({known}), and after it: the copy of that would "
+                f"hold others than the copy of the model. Copy the model first: it is to stand before its optimizer in what is copied"
+            )
         with self.full_parameters(write=False):
             whole = copy.deepcopy(self.original, memo)
         with with_gradients():
-            return self._copied(whole)
+            found = self._copied(whole)
+        copies = _tensors_of(whole)
+        memo.update((id(tensor), copies[name]) for name, tensor in own.items())
+        return found
 
     @contextlib.contextmanager
     def by_the_original_where_unplanned(self) -> Iterator[None]:
@@ -477,3 +486,9 @@ class ParallelModule(AsOriginal):
 
     def _buffer(self, name: str, others: Mapping[str, Tensor]) -> Tensor:
         return others[name] if name in others else self._tree.buffer(name)
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Its parameters and buffers, by each of their names."""
+    named = (nn.Module.named_parameters, nn.Module.named_buffers)
+    return {name: tensor for of in named for name, tensor in of(model, remove_duplicate=False)}

@@ -166,6 +166,46 @@ def copied(compile: Compile) -> Results:
     return {"losses": losses, "state": state(other), "first": state(model)}
 
 
+class Agent:
+    """What is trained by itself: a model and its optimizer."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.optimizer = model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def learn(self) -> list[float]:
+        return train(self.model, self.optimizer)
+
+
+@program(KIND)
+def agents_copied_with_their_optimizers(compile: Compile) -> Results:
+    """As population-based training does: a copy goes on at another rate, before and after the first call."""
+    first = Agent(compile(seeded(Net)))
+    early = copy.deepcopy(first)
+    losses = first.learn()
+    late = copy.deepcopy(first)
+    for group in late.optimizer.param_groups:
+        group["lr"] = 0.02
+    for agent in (late, early, first):
+        losses += agent.learn()
+    return {"losses": losses, "states": [state(agent.model) for agent in (first, early, late)]}
+
+
+@program(KIND)
+def gradients_of_a_learner_given_to_its_source(compile: Compile) -> Results:
+    """First-order MAML: a copy from before the first call learns, and its gradients are the model's."""
+    model = compile(seeded(Net))
+    optimizer, losses = sgd(model), []
+    for k in range(2):
+        learner = copy.deepcopy(model)
+        losses += train(learner, steps=2)
+        learner.zero_grad()
+        learner(*batch(k + 5)).backward()
+        for p, q in zip(model.parameters(), learner.parameters(), strict=True):
+            p.grad = q.grad.clone() / 2
+        optimizer.step()
+    return {"losses": losses, "evaluated": model(*batch(9)).item(), "state": state(model)}
+
+
 @program(KIND)
 def pickled(compile: Compile) -> Results:
     model = compile(seeded(Net), example_inputs=batch())
