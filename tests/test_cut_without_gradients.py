@@ -1,4 +1,5 @@
-"""Calls without gradients of a model that was cut into stages: what comes back is no reason where not to cut."""
+"""Calls without gradients of a model that was cut into stages: what comes back is no reason where not to cut, and what cannot be captured is
+computed by the original."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from autopar.capture import capture
 from autopar.capture.assembled import differentiable_throughout
 from autopar.planner.stages import legal_cuts
 from autopar.run import WorkerPool
+from benchmarks._traps_run import Judge
 from benchmarks.trap_programs.evaluation import Adapted
 
 
@@ -59,3 +61,8 @@ def _merged_on_two_stages() -> None:
 @pytest.mark.gloo
 def test_what_was_cut_for_calls_without_gradients_runs_in_no_other(pair: WorkerPool) -> None:
     pair.run(_merged_on_two_stages, timeout_s=60)
+
+
+@pytest.mark.gloo
+def test_a_cache_that_grows_is_the_original_s(judge: Judge) -> None:
+    assert judge.not_right("cache_that_grows_in_evaluation", ("pp2",)) == []

@@ -399,6 +399,10 @@ def _put_in_whole() -> None:
     p.requires_grad_(True)
     with pytest.raises(ValueError, match="a hook was registered on"), model.full_parameters():
         dict(model.named_parameters())[name].register_hook(lambda grad: grad)
+    model.apply(lambda m: m.requires_grad_(False))
+    assert not any(q.requires_grad for q in model.parameters())
+    model.apply(lambda m: m.requires_grad_(True))
+    assert all(q.requires_grad for q in model.parameters())
     with model.full_parameters():
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         optimizer.step()

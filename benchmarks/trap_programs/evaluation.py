@@ -37,6 +37,45 @@ class Normed(InDict):
         return hidden if self.training else self.drop(hidden)
 
 
+class Remembering(nn.Module):
+    """Attends to all that it was shown since its cache was emptied, if it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.keys, self.values, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.cache: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor, remember: bool = False) -> Tensor:
+        h = torch.tanh(self.first(x))
+        keys, values = self.keys(h), self.values(h)
+        if remember:
+            if self.cache is not None:
+                keys, values = torch.cat([self.cache[0], keys], 1), torch.cat([self.cache[1], values], 1)
+            self.cache = keys, values
+        out: Tensor = self.head(F.scaled_dot_product_attention(h, keys, values))
+        return out
+
+
+@program(EVALUATION)
+def cache_that_grows_in_evaluation(compile: Compile) -> Results:
+    """Keys and values of earlier calls, kept in an attribute by calls under no_grad; between epochs of training."""
+    model = compile(seeded(Remembering))
+    optimizer, losses, found = sgd(model), [], []
+    for k in range(2):
+        x, y = batch(k)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x[:, None]).squeeze(1), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        model.eval()
+        with torch.no_grad():
+            found += [model(batch(step + 5, 4)[0][:, None], remember=True).sum().item() for step in range(3)]
+        model.cache = None
+        model.train()
+    return {"losses": losses, "found": found, "state": state(model)}
+
+
 class Adapted(nn.Module):
     """A frozen layer and what trains beside it, which can be added to its weight."""
 
