@@ -1,5 +1,5 @@
-"""Calls without gradients of a model that was cut into stages: what comes back is no reason where not to cut, and what cannot be captured is
-computed by the original."""
+"""Calls without gradients of a model that was cut into stages: what comes back is no reason where not to cut, and what cannot be
+captured is computed by the original."""
 
 from __future__ import annotations
 

@@ -442,8 +442,8 @@ class ParallelModule(AsOriginal):
 
     @contextlib.contextmanager
     def by_the_original_where_unplanned(self) -> Iterator[None]:
-        """Inside, and under torch.no_grad(), what cannot run as it was planned is computed by the original with
-        whole parameters on every rank, with a warning; as in any case with outputs='all'."""
+        """Inside, and under torch.no_grad(), calls without a loss that cannot run as they were planned are computed by the original with
+        whole parameters on every rank, too; as in any case with outputs='all'."""
         outputs = self._outputs
         self.__dict__["_outputs"] = "all"
         try:
