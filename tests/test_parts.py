@@ -399,6 +399,8 @@ def _put_in_whole() -> None:
     p.requires_grad_(True)
     with pytest.raises(ValueError, match="a hook was registered on"), model.full_parameters():
         dict(model.named_parameters())[name].register_hook(lambda grad: grad)
+    with pytest.raises(ValueError, match=f"{name} was compiled in torch.float64 and cannot become torch.float16"):
+        model.load_state_dict({name: torch.zeros(p.shape, dtype=torch.float16)}, strict=False, assign=True)
     model.apply(lambda m: m.requires_grad_(False))
     assert not any(q.requires_grad for q in model.parameters())
     model.apply(lambda m: m.requires_grad_(True))

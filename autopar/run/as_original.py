@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -44,6 +44,18 @@ class AsOriginal(WithState):
             return super().apply(fn)
         self.original.apply(fn)
         return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module.load_state_dict. assign: the parameters stay the objects that they are, which optimizers hold, and take the values.
+        Raises ValueError for an assigned tensor of another dtype."""
+        own = self.state_dict(keep_vars=True) if assign else {}
+        for name, tensor in state_dict.items() if assign else ():
+            if isinstance(tensor, Tensor) and name in own and tensor.dtype != own[name].dtype:
+                raise ValueError(
+                    f"{name} was compiled in {own[name].dtype} and cannot become {tensor.dtype}: the plan counts on it. Load it without "
+                    f"assign=True, which casts it"
+                )
+        return super().load_state_dict(state_dict, strict=strict)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Of to(), cuda(), double() and the like: nothing, or refused."""

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -169,9 +169,14 @@ class DeferredModule(StandIn):
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> DeferredModule:
-        """As nn.Module.apply (after the first call with whole parameters: collective)."""
+        """As nn.Module.apply: of the original."""
         (self._started or self.original).apply(fn)
         return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        if self._started is not None:
+            return self._started.load_state_dict(state_dict, strict=strict, assign=assign)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeferredModule:
         (self._started or self.original)._apply(fn)

@@ -207,6 +207,18 @@ def gradients_of_a_learner_given_to_its_source(compile: Compile) -> Results:
 
 
 @program(KIND)
+def states_that_are_assigned(compile: Compile) -> Results:
+    """load_state_dict(..., assign=True) of the best state, before an optimizer is made anew: before the first call and after it."""
+    model = compile(seeded(Net))
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
+    losses = train(model)
+    best = copy.deepcopy(model.state_dict())
+    losses += train(model)
+    model.load_state_dict(best, assign=True)
+    return {"losses": losses + train(model), "state": state(model)}
+
+
+@program(KIND)
 def pickled(compile: Compile) -> Results:
     model = compile(seeded(Net), example_inputs=batch())
     train(model, steps=1)
