@@ -167,6 +167,14 @@ class Flow:
         """No step is priced below this. work_s: of one micro-batch through all stages."""
         return SCHEDULES[self.schedule].least_s(work_s, self.ranks, self.chunks, self.micro_batches)
 
+    def least_way_s(self, work_s: float, p2p_s: float) -> float:
+        """No step without a closed form is priced below this: below what a micro-batch takes through all stages and back, nor below what
+        passes wait for what is sent. work_s: of one micro-batch through all stages."""
+        nothing = [0.0] * self.stages
+        few = _simulated(self.schedule, self.ranks, self.chunks, self.micro_batches)
+        waits_s = _fast(self.schedule, self.ranks, self.chunks, few, SCHEDULES[self.schedule]).makespan_s(nothing, nothing, p2p_s)
+        return max(work_s + 2 * (self.stages - 1) * p2p_s, waits_s)
+
     def longest_path(self, forward_s: Sequence[float], backward_s: Sequence[float]) -> Path | None:
         """The passes on a longest path of actions that wait for one another: no step of other seconds is priced below what these take.
         None where a step has a closed form, or is not simulated whole."""

@@ -193,6 +193,8 @@ def test_what_is_priced_of_unequal_stages_is_simulated_or_more(ranks: int, chunk
     work = sum(forward) + sum(backward)
     least = SCHEDULES["interleaved"].least_s(work, ranks, chunks, m)
     assert priced == pytest.approx(max(line.makespan_s, least)) and least <= priced * (1 + 1e-9)
+    way = flow("interleaved", ranks, m, chunks).least_way_s(work, p2p)
+    assert work + 2 * (count - 1) * p2p <= way <= priced * (1 + 1e-9)
     busy = [m * sum(forward[s] + backward[s] for s in range(r, count, ranks)) for r in range(ranks)]
     assert line.makespan_s >= max(busy) * (1 - 1e-9)
     assert line.peak_in_flight == flow("interleaved", ranks, m, chunks).in_flight
@@ -203,6 +205,13 @@ def test_a_long_step_goes_on_at_its_last_rate() -> None:
     assert 2 * m * 4 > LONG
     line = simulate(schedule("interleaved", 2, m, 2), forward, forward, 0.1)
     assert step_time_s("interleaved", forward, forward, m, 0.1, 2) == pytest.approx(line.makespan_s)
+    assert flow("interleaved", 2, m, 2).least_way_s(sum(forward) * 2, 0.1) < line.makespan_s
+
+
+def test_what_is_waited_for_what_is_sent() -> None:
+    """Two ranks of two stages and one micro-batch: three transfers forward and three back, and its own work; many wait for more."""
+    assert flow("interleaved", 2, 1, 2).least_way_s(5.0, 0.5) == pytest.approx(8.0)
+    assert flow("interleaved", 2, 64, 2).least_way_s(0.0, 0.5) > 8.0
 
 
 @pytest.mark.parametrize("ranks,chunks", [(2, 2), (3, 2), (4, 2), (2, 4), (4, 3)])

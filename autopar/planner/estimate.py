@@ -123,7 +123,7 @@ class Estimator(RankPieces):
             found = self._least_of_one(limit_bytes)
         else:
             found = least_of_stages(self.lean, self.flow, limit_bytes, self.recompute, self._least_once, worth_s - ends_s)
-        return found._replace(seconds=ends_s + found.seconds)
+        return found._replace(seconds=ends_s + max(found.seconds, self._least_way_s))
 
     def least_of_forms_s(self, limit_bytes: int) -> float:
         """What the other forms of the tensor axis are there for is to keep less: this is the bound above, were all in parts that this one,
@@ -257,7 +257,15 @@ class Estimator(RankPieces):
 
     def least_s(self) -> float:
         """No cuts and no recompute of these pieces make a faster step: the pieces spread evenly, and what nothing hides."""
-        return self.flow.least_s(sum(f + b for f, b in self.seconds())) + self.least_ends_s
+        return max(self.flow.least_s(sum(f + b for f, b in self.seconds())), self._least_way_s) + self.least_ends_s
+
+    @functools.cached_property
+    def _least_way_s(self) -> float:
+        """As `Flow.least_way_s`; 0 of schedules with a closed form, whose transfers are in `least_ends_s`."""
+        if self.flow.ranks == 1 or SCHEDULES[self.flow.schedule].closed_form is not None:
+            return 0.0
+        hop_s = self.pricer.collective_s("p2p", self._least_sent_bytes(), LAYERS)
+        return self.flow.least_way_s(sum(f + b for f, b in self.seconds()), hop_s)
 
     @functools.cached_property
     def least_ends_s(self) -> float:
@@ -283,7 +291,7 @@ class Estimator(RankPieces):
         """At the dearest of the cheapest cuts, of which no two are in one place: whatever the cuts, one of them sends as much; where other
         forms of the tensor axis are counted too, a part of it."""
         cuts = sorted(self._sent_bytes(k) for k in range(1, len(self.segments)))
-        return cuts[self.flow.ranks - 2] // self.parts if len(cuts) >= self.flow.ranks - 1 else 0
+        return cuts[self.flow.stages - 2] // self.parts if len(cuts) >= self.flow.stages - 1 else 0
 
     def in_parts_saves_s(self, part: Partition, times: Times) -> float:
         """By how much a step of these stages would be faster at most, were what they send one another in parts over the tensor axis."""
