@@ -487,6 +487,10 @@ def test_a_module_as_loss() -> None:
     assert "label_smoothing from 0.1 to 0.2" in str(guards.changed())
     criterion.label_smoothing = 0.1
     assert guards.changed() is None
+    kept, criterion.weight = criterion.weight, torch.full((DIM,), 3.0)
+    assert "loss.weight" in str(guards.changed())
+    criterion.weight = kept
+    assert guards.changed() is None
     criterion.weight.mul_(2)
     assert "loss.weight, written in place" in str(guards.changed())
 

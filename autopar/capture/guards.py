@@ -1,7 +1,7 @@
 """What capture froze, watched: is it still as it was when the model was captured?
 
 A call of the module must not pay for it: `changed` compares identities, entry by entry in C, and looks at values only where an
-identity differs. Kept out: training modes (`modes`), requires_grad, and the contents of the registries of parameters and buffers,
+identity differs. Kept out: training modes (`modes`), requires_grad, and the contents of the model's registries of parameters and buffers,
 of which only the names are watched, and which of them hold nothing.
 """
 
@@ -249,6 +249,8 @@ class Guards:
         self._attributes: list[str] = []
         self._attribute_values: list[Any] = []
         self._of_tensors = [(one, one.value) for one in state.attributes]
+        # whose contents others look at; those of modules that a loss or an attribute holds are watched as what else stands there
+        self._of_the_model = {id(vars(module)[table]) for module in self._model.modules() for table in REGISTRIES[:2]}
         for held in state.held:
             if held.table != KEPT:
                 self._add(held)
@@ -286,7 +288,7 @@ class Guards:
             if held.table in REGISTRIES[:2]:
                 self._registries += [holder] * len(items)
                 self._names += list(items)
-                items = {}
+                items = {} if id(holder) in self._of_the_model else items
             elif held.table and held.table not in (*WATCHED_HOOKS, "_modules", KEPT):
                 return
             pairs = [(k, v) for k, v in items.items() if held.keys is not None or k not in _UNWATCHED]

@@ -288,7 +288,8 @@ class ParallelModule(AsOriginal):
             returned = form.returned.put_together(None, outputs)
             where = self._wanted.trained(kind_of(call))
             if call.asked and self._outputs == "loss" and where is not None:
-                returned = as_returned(where.loss_in(returned), self._returns, returned)
+                own = where.loss_in(returned)  # of a call without labels there is none
+                returned = as_returned(own, self._returns, returned) if isinstance(own, Tensor) else returned
         else:
             loss = rest.of_loss(loss, twice) if twice is not None else loss.detach()
             values = form.outputs.collected(made)

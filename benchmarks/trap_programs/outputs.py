@@ -379,3 +379,30 @@ def dict_that_is_given_again(compile: Compile) -> Results:
         losses += _step(optimizer, loss)
         given = {k: v.detach() for k, v in given.items()}
     return {"losses": losses, "count": given["count"], "state": state(model)}
+
+
+@program(KIND)
+def calls_without_labels_between_losses_of_all_outputs(compile: Compile) -> Results:
+    """Gradients come to the logits beside the loss, and to those of a call that has none: in a dataclass."""
+
+    @dataclass
+    class Output:
+        loss: Tensor | None
+        logits: Tensor
+
+    class Semi(Net):
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Output:
+            logits = self.logits(x)
+            return Output(None if y is None else F.cross_entropy(logits, y), logits)
+
+    model = compile(seeded(Semi))
+    optimizer, losses = sgd(model), []
+    for x, y in batches():
+        for labels in (y, None):
+            optimizer.zero_grad()
+            out = model(x, y) if labels is not None else model(x)
+            loss = 0.1 * out.logits.square().mean() + (out.loss if labels is not None else 0.0)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}

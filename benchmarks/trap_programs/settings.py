@@ -174,3 +174,20 @@ def buffer_changed_by_the_user(compile: Compile) -> Results:
     losses = train(model, optimizer, steps=1)
     model.class_weight[2] = 5.0
     return {"losses": losses + train(model, optimizer), "state": state(model)}
+
+
+@program(KIND, plans=("dp2mb2",))
+def weights_of_a_criterion_given_anew(compile: Compile) -> Results:
+    """Deferred re-weighting: the weights of classes, a buffer of the loss, become another tensor after two epochs."""
+
+    class Labelled(Net):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return self.logits(x), y
+
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(4))
+    model = compile(seeded(Labelled), loss=lambda out: criterion(*out))
+    losses = train(model, steps=2)
+    criterion.weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    losses += train(model, steps=2)
+    criterion.register_buffer("weight", torch.tensor([4.0, 3.0, 2.0, 1.0]))
+    return {"losses": losses + train(model, steps=2), "state": state(model)}
