@@ -89,6 +89,11 @@ def compile(  # noqa: A001  (the field's word)
     """
     if isinstance(model, StandIn):
         raise TypeError("the model is what autopar.compile has returned: compile its original (model.original) again")
+    if inner := next((name for name, module in model.named_modules() if isinstance(module, StandIn)), None):
+        raise TypeError(
+            f"{inner} is what autopar.compile has returned: put its original ({inner}.original) there, and compile the whole; or leave "
+            f"what is around it as it is, which trains with it"
+        )
     count = world_size() if gpus is None else gpus
     if local_batch and example_inputs is None:
         raise ValueError("local_batch=True needs example_inputs: the global batch, of which the plan says who is given which part")

@@ -123,6 +123,45 @@ def test_stages_whose_first_and_last_share_a_weight(gpus: int, pins: dict[str, A
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+class Tied(nn.Module):
+    """A language model whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first, self.second, self.head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.second(torch.tanh(self.first(self.table(ids)))))
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), ids.flatten())
+
+
+def _tied_after_an_odd_batch() -> float:
+    """Of two data ranks and two stages: the most that the weights differ from one process, and copies of the table from one another."""
+    torch.manual_seed(0)
+    one = Tied().double()
+    torch.manual_seed(0)
+    model = autopar.compile(Tied().double(), gpus=4, cluster="cpu", pins={"dp": 2, "pp": 2})
+    optimizers = [torch.optim.SGD(m.parameters(), 0.3) for m in (one, model)]
+    for k, size in enumerate((8, 5, 8)):
+        ids = torch.randint(16, (size, 6), generator=torch.Generator().manual_seed(k))
+        for m, optimizer in zip((one, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = m(ids)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            optimizer.step()
+    here = model.at_rest("table.weight")
+    own = (here - one.table.weight).abs().max().item() if here.numel() else 0.0
+    return max(own, *((p - q).abs().max().item() for p, q in zip(one.parameters(), model.parameters(), strict=True)))
+
+
+@pytest.mark.gloo
+def test_copies_of_a_tied_weight_on_stages_stay_one_after_an_odd_batch(four: WorkerPool) -> None:
+    """Whose form reads it on the first stage alone, and rests on both."""
+    assert max(four.run(_tied_after_an_odd_batch)) < 1e-12
+
+
 def test_the_second_run_draws_what_the_first_drew(pair: WorkerPool) -> None:
     for pins in ({"dp": 2}, {"tp": 2}, {"pp": 2, "micro_batches": 2}):
         for _, off in pair.run(_layered, pins, 2, 0.3):

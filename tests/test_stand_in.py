@@ -122,6 +122,14 @@ def test_what_takes_the_module_apart_is_refused(pool: WorkerPool, act: Any, says
             assert re.search(says, found), found
 
 
+@pytest.mark.fake
+def test_what_is_compiled_inside_of_what_is_compiled_is_refused() -> None:
+    inner = autopar.compile(Net(), gpus=2, cluster="cpu", pins={"dp": 2})
+    outer = nn.ModuleDict({"net": inner})
+    with pytest.raises(TypeError, match=r"net is what autopar.compile has returned: put its original \(net.original\) there"):
+        autopar.compile(outer, gpus=2, cluster="cpu", pins={"dp": 2})
+
+
 def copied_after_its_optimizer() -> None:
     model = autopar.compile(Net(), gpus=2, cluster="cpu", pins={"dp": 2}, example_inputs=batch())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -26,10 +26,10 @@ def layouts_of(spec: ParamSpec | BufferSpec) -> dict[str, Layout]:
 
 class Lies:
     """How one tensor of the model lies over all ranks at rest. name, shape: of the whole. parameter: of what belongs to a parameter and
-    lies as it does (see `of`), that of the parameter; else this itself."""
+    lies as it does (see `of`), that of the parameter; else this itself. holders: the ranks of a pipeline that hold it."""
 
     __slots__ = (
-        "_holders", "_layouts", "_of_it", "_owner", "_zero", "counts", "holds", "home", "mesh", "name", "outside", "parameter", "shape",
+        "_layouts", "_of_it", "_owner", "_zero", "counts", "holders", "holds", "home", "mesh", "name", "outside", "parameter", "shape",
         "split",
     )  # fmt: skip
 
@@ -42,7 +42,7 @@ class Lies:
         self._layouts = layouts_of(spec)
         self._zero = spec.zero_dim if isinstance(spec, ParamSpec) and mesh.shard.size > 1 else None
         self._owner = mesh.pp_ranks((min(spec.stages, default=0),))[0]
-        self._holders = holders = mesh.pp_ranks(spec.stages or (0,))
+        self.holders = holders = mesh.pp_ranks(spec.stages or (0,))
         self.holds = mesh.pp.rank in holders
         cut_over = {name for name, layout in self._layouts.items() if layout.is_shard and mesh.axis(name).size > 1}
         cut_over = {level for name in cut_over for level in levels_of(name)} | ({"shard"} if self._zero is not None else set())
@@ -62,8 +62,8 @@ class Lies:
         """Whether on every rank the part of another tensor, of another parallel module perhaps, is of the same elements."""
         mine, theirs = self.mesh, other.mesh
         return self is other or (
-            (self.shape, self._layouts, self._zero, self._owner, self._holders)
-            == (other.shape, other._layouts, other._zero, other._owner, other._holders)
+            (self.shape, self._layouts, self._zero, self._owner, self.holders)
+            == (other.shape, other._layouts, other._zero, other._owner, other.holders)
             and (mine.sizes, mine.shard.size) == (theirs.sizes, theirs.shard.size)
         )
 

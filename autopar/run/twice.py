@@ -30,6 +30,7 @@ from autopar.run.mesh import Axis, Mesh
 from autopar.run.plain import plainly
 from autopar.run.saved import with_graphs
 from autopar.run.schedule import apart, keywords
+from autopar.run.tree import Tree
 from autopar.run.weights import Weights
 
 __all__ = ["Twice"]
@@ -177,7 +178,7 @@ class _Read:
         else:
             held = self._before[name] if name in self._before else self._call.tree.buffer(name)
             held = held if spec.written is None else held.clone()
-        return _of_its_stages(held, spec, form.mesh)
+        return _of_its_stages(held, spec, form.mesh, self._call.tree)
 
     def _in_use(self, spec: ParamSpec) -> Tensor:
         form, tree = self._form, self._call.tree
@@ -187,7 +188,7 @@ class _Read:
         with plainly():
             value = param.view_as(param).as_subclass(Tensor) if param.requires_grad else held.local
         self._aliases[id(param)] = value
-        value = _of_its_stages(value, spec, form.mesh)
+        value = _of_its_stages(value, spec, form.mesh, tree)
         copies = ["replica" if name == BATCH and held.zero is not None else name for name in held.partial]
         if over := [name for name in copies if form.mesh.axis(name).size > 1]:
             value = _shared(value, form.mesh.joint(over), held.terms, dtype, self._mean_over(over))
@@ -203,9 +204,11 @@ class _Read:
         return self._form.mesh.axis(found) if found is not None and self._form.batch.local else None
 
 
-def _of_its_stages(x: Tensor, spec: ParamSpec | BufferSpec, mesh: Mesh) -> Tensor:
-    """What rests on the ranks of a pipeline that hold it, on all of them, which use it for the same work."""
-    pp, holders = mesh.pp, mesh.pp_ranks(spec.stages or (0,))
+def _of_its_stages(x: Tensor, spec: ParamSpec | BufferSpec, mesh: Mesh, tree: Tree) -> Tensor:
+    """What rests on the ranks of a pipeline that hold it, on all of them, which use it for the same work. spec: as the form that runs reads
+    it; it rests as the tree says, on other stages where another form was the first one."""
+    rests = tree.lies.get(spec.name)
+    pp, holders = mesh.pp, rests.holders if rests is not None else mesh.pp_ranks(spec.stages or (0,))
     if len(holders) == pp.size:
         return x
     holds, shape = pp.rank in holders, spec.shape
