@@ -253,20 +253,27 @@ def test_local_batches_and_the_check_of_global_ones(workers: WorkerPool) -> None
     workers.run(_local_batch, timeout_s=60)
 
 
-def _norm_of_infinity() -> tuple[float, float]:
-    torch.manual_seed(0)
-    model = _model(dp=2, tp=2, zero=1)
-    torch.manual_seed(0)
-    reference = Model().double()
-    model.train_step(batch(0))
-    reference(**batch(0)).backward()
-    inf = float("inf")
-    return float(model.clip_grad_norm_(1.0, inf)), float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0, inf))
+NORMS = (float("inf"), float("-inf"), 0.0, 0.5)
 
 
-def test_norm_of_infinity(workers: WorkerPool) -> None:
-    for ours, theirs in workers.run(_norm_of_infinity, timeout_s=60):
-        assert ours == pytest.approx(theirs, rel=1e-12)
+def _unusual_norms() -> list[tuple[float, float]]:
+    found = []
+    for norm_type in NORMS:
+        torch.manual_seed(0)
+        model = _model(dp=2, tp=2, zero=1)
+        torch.manual_seed(0)
+        reference = Model().double()
+        model.train_step(batch(0))
+        reference(**batch(0)).backward()
+        theirs = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0, norm_type)
+        found.append((float(model.clip_grad_norm_(1.0, norm_type)), float(theirs)))
+    return found
+
+
+def test_unusual_norms(workers: WorkerPool) -> None:
+    for of_rank in workers.run(_unusual_norms, timeout_s=60):
+        for norm_type, (ours, theirs) in zip(NORMS, of_rank, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-12), norm_type
 
 
 def _alive(seen: list[StorageWeakRef], bound: int = 0) -> int:

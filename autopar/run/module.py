@@ -397,6 +397,8 @@ class ParallelModule(AsOriginal):
         widest dtype of the parameters, the same on every rank. norm_type: 2.0, 1.0, inf, ... The figures are those of
         torch.nn.utils.clip_grad_norm_ on the original model."""
         dtype = functools.reduce(torch.promote_types, (dtype_named(spec.dtype) for spec in self.manifest.params))
+        if not norm_type > 0:  # of 0 or below, norms of parts do not add up to one
+            return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type).to(dtype)
         return state.clip_grad_norm_(
             self._tree.held.values(), self.mesh, max_norm=max_norm, norm_type=norm_type, dtype=dtype, device=self.device
         )

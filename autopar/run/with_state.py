@@ -123,9 +123,9 @@ class WithState(StandIn):
     def full_parameters(self, *, write: bool = True) -> Iterator[None]:
         """Collective: inside, the parameters and buffers of the model are whole and plain on every rank, so that anything may be done
         with them (another initialisation, the original's own methods). write: what rank 0 has written is the model's afterwards, on
-        all ranks, and so are `requires_grad` and attributes of parameters; their gradients are not. Each rank needs the memory of the
-        whole model. The module is not called inside. Raises ValueError for a hook that was registered on a whole parameter; an optimizer
-        that was given one raises where it steps."""
+        all ranks, and so are `requires_grad` and attributes of parameters; their gradients are not, and nothing is where an exception
+        leaves it. Each rank needs the memory of the whole model. The module is not called inside. Raises ValueError for a hook that was
+        registered on a whole parameter; an optimizer that was given one raises where it steps."""
         outermost = not self._tree.whole
         with self._tree.as_whole(write=write):
             wholes = dict(nn.Module.named_parameters(self.original)) if self.original is not None and outermost else {}
