@@ -20,6 +20,7 @@ from autopar.run.form import Form
 from autopar.run.input_gradients import InputGradients
 from autopar.run.part import local
 from autopar.run.region import Region, without_unreached
+from autopar.run.scaling import Scaling
 from autopar.run.schedule import OpenRun
 from autopar.run.tree import Tree
 from autopar.run.weights import Step
@@ -96,7 +97,7 @@ FUNCTIONS = (_Deposit, _Opened)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backward:
     """What is left of a step after forward. trainable: parameters by name. reached_in: each opaque region, with the parameters that
-    gradients come to in this step. given: what tells of gradients that are others on other ranks."""
+    gradients come to in this step. given: what tells of gradients that are others on other ranks. scaling: of losses."""
 
     form: Form
     tree: Tree
@@ -105,6 +106,7 @@ class Backward:
     inputs: InputGradients
     reached_in: Sequence[tuple[Region, set[str]]]
     given: GivenBatches
+    scaling: Scaling
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
@@ -120,8 +122,9 @@ class Backward:
             if loss.requires_grad:
                 loss.backward(grad)
             else:
+                grad = self.scaling.left_of(grad, self.step.begins_from)
                 self._check_factor(grad)
-            found = self._gradients(None if loss.requires_grad else grad)  # else forward has run backward too, from a gradient of 1
+            found = self._gradients(None if loss.requires_grad else grad)  # else forward has run backward too
             record.phase(record.OUTSIDE)
             return found
 

@@ -44,6 +44,7 @@ from autopar.run.precision import computing_in, inputs_in
 from autopar.run.random_numbers import RandomNumbers
 from autopar.run.reading import Reading
 from autopar.run.region import regions_of
+from autopar.run.scaling import Scaling
 from autopar.run.schedule import Made, OpenRun
 from autopar.run.stand_in import runs_as_it_is
 from autopar.run.stepping import close_steps, hook_optimizers
@@ -111,6 +112,7 @@ class ParallelModule(AsOriginal):
     _before_steps: BeforeSteps
     _random: RandomNumbers
     _given: GivenBatches
+    _scaling: Scaling
     _calls: int
     _mode: bool
     plan: Any = None  # the Plan and the emitted source, where autopar.compile made this module
@@ -179,6 +181,7 @@ class ParallelModule(AsOriginal):
         keep["_random"] = RandomNumbers(mesh, device)
         keep["_calls"] = 0
         keep["_given"] = GivenBatches(mesh, local=local_batch)
+        keep["_scaling"] = Scaling()
         record.count_from(max(map(int, mesh.collected([str(record.calls())]))))
         begin_writing()
         hook_optimizers()
@@ -248,6 +251,8 @@ class ParallelModule(AsOriginal):
         rest = self._begun(form, bound, tree.trainable())
         step = rest.step
         differentiates = torch.is_grad_enabled() and bool(rest.leaves)
+        if differentiates and not form.open and (mesh.pp.size > 1 or manifest.micro_batches > 1):
+            step.begins_from = self._scaling.begin()
         for stage in form.stages.values():
             stage.train(self.training)
             stage.weights = Weights(step)
@@ -347,7 +352,8 @@ class ParallelModule(AsOriginal):
         )
         differentiated = InputGradients(manifest.inputs, bound, form.batch.own_parts(bound), self.mesh, local=form.batch.local)
         return Backward(
-            form=form, tree=tree, step=step, trainable=trainable, inputs=differentiated, reached_in=form.begin(), given=self._given
+            form=form, tree=tree, step=step, trainable=trainable, inputs=differentiated, reached_in=form.begin(), given=self._given,
+            scaling=self._scaling,
         )
 
     def _put_together(self) -> None:

@@ -58,7 +58,7 @@ def accumulate(stage: Stage, inputs: Sequence[Inputs], step: Step, made: Made) -
         step.begin_pass(0)
         record.phase(record.BACKWARD)
         if loss.requires_grad:
-            loss.backward()
+            loss.backward(_beginning(loss, step))
         record.phase(record.FORWARD)
         step.end_pass()
         losses.append(loss.detach())
@@ -256,6 +256,8 @@ class _Run:
         s, i = action.stage, action.micro_batch
         outputs, received = self._sent.pop((s, i)), self._received.pop((s, i), ())
         grads: Sequence[Tensor | None] = self._grads.pop((s, i), (None,) * len(outputs))
+        if s == self._last and self._open is None:
+            grads = (_beginning(outputs[0], self._step),)
         self._step.begin_pass(s)
         if self._open is None:
             used = [(t, g) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
@@ -281,6 +283,11 @@ def apart(stage: Stage, results: tuple[Tensor, ...], *, detach: bool = True) -> 
     """What a stage sends (the last: its loss), and its outputs."""
     n = len(results) - len(stage.outputs)
     return results[:n], tuple(t.detach() if detach else t for t in results[n:])
+
+
+def _beginning(loss: Tensor, step: Step) -> Tensor | None:
+    """The gradient of a loss."""
+    return None if step.begins_from == 1 else torch.full_like(loss, step.begins_from)
 
 
 def _differentiate(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:

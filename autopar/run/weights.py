@@ -108,6 +108,7 @@ class Step:
         self._told = weakref.WeakMethod(arrived) if waits else None  # who is told that a gradient has come, if any waits for it
         self._borrowed: dict[str, Leaf] = {}
         self._leaves: dict[str, Tensor] = {}
+        self.begins_from = 1.0  # a backward pass that runs inside of the call
         self._owned = set[str]()  # leaves whose gradient's memory nothing else has
         self._started = 0  # of the step's buckets
         self._await(self._of_a_pass)
