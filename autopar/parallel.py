@@ -62,9 +62,9 @@ def compile(  # noqa: A001  (the field's word)
     original returns, every tensor whole on every rank (with loss=fn a call returns just the loss in training). 'trained': as 'all', planned
     for gradients that come to outputs beside the loss, as if the model made none: to distil a teacher's logits. With the others the first
     step in which one comes is slow, and later ones are no longer as they were planned. A model that computes no loss returns what the
-    original returns in any case, and gradients go through that; so does a call without labels. Under
-    torch.no_grad() what cannot run as it was planned is computed by the original with whole parameters on every rank, with a warning (for
-    'loss' not where it gives none).
+    original returns in any case, and gradients go through that; so does a call without labels. Under torch.no_grad()
+    what cannot run as it was planned is computed by the original with whole parameters on every rank, with a warning (for 'loss' not where
+    it gives none).
 
     local_batch: each data-parallel rank is called with its own part of the batch (`autopar.sampler` loads it); example_inputs are the
     global batch all the same. Without it every rank is called with the global batch. What is not of samples (weights of classes) is given

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -90,29 +90,33 @@ def left_behind(param: nn.Parameter, name: str) -> None:
     _left_behind[key] = weakref.ref(param, lambda _: _left_behind.pop(key, None)), name
 
 
-def _refuse_what_was_left(optimizer: Optimizer) -> None:
+def _known(optimizer: Optimizer, table: dict[int, tuple[weakref.ref[nn.Parameter], str]]) -> Iterator[tuple[nn.Parameter, str]]:
+    """Of the parameters of an optimizer those that are in a table, with the name there."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            known = _left_behind.get(id(param))
-            if known is not None and known[0]() is param:
-                raise ValueError(
-                    f"an optimizer was given {known[1]} inside of full_parameters(), where the whole stands for it: outside it is no "
-                    f"parameter of the model. Make the optimizer outside"
-                )
+            known = table.get(id(param))
+            if known is not None and (found := known[0]()) is not None and found is param:
+                yield found, known[1]
+
+
+def _refuse_what_was_left(optimizer: Optimizer) -> None:
+    for _, name in _known(optimizer, _left_behind):
+        raise ValueError(
+            f"an optimizer was given {name} inside of full_parameters(), where the whole stands for it: outside it is no parameter of the "
+            f"model. Make the optimizer outside"
+        )
 
 
 def _tell(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            known = _not_called.get(id(param))
-            if known is not None and known[0]() is param and isinstance(param, nn.Parameter) and param.grad is not None:
-                model = _not_called.pop(id(param))[1]
-                warnings.warn(
-                    f"an optimizer steps on {model}, which autopar has compiled, and which was not called since: every process trains all "
-                    f"of it for itself. Call what autopar.compile has returned with the batch, not the original, its forward or its "
-                    f"submodules; or let a method of the model that is called there call self(...)",
-                    stacklevel=users_level(),
-                )
+    for param, model in _known(optimizer, _not_called):
+        if param.grad is not None:
+            del _not_called[id(param)]
+            warnings.warn(
+                f"an optimizer steps on {model}, which autopar has compiled, and which was not called since: every process trains all "
+                f"of it for itself. Call what autopar.compile has returned with the batch, not the original, its forward or its "
+                f"submodules; or let a method of the model that is called there call self(...)",
+                stacklevel=users_level(),
+            )
 
 
 def close_steps() -> None:
