@@ -61,6 +61,9 @@ PLANS = {
     "hybrid3": PlanOf(gpus=4, pins={"dp": 4, "zero": 3, "shard": 2}),
     "dp2mb2": PlanOf(gpus=2, pins={"dp": 2, "micro_batches": 2}),
     "dp2tp2": PlanOf(gpus=4, pins={"dp": 2, "tp": 2}),
+    "dp2pp2": PlanOf(gpus=4, pins={"dp": 2, "pp": 2}),
+    "tp2pp2": PlanOf(gpus=4, pins={"tp": 2, "pp": 2}),
+    "dp2pp2zero3": PlanOf(gpus=4, pins={"dp": 2, "pp": 2, "zero": 3}),
     "one": PlanOf(gpus=1, pins={}),
     "one2": PlanOf(gpus=1, pins={"micro_batches": 2}),
 }

@@ -17,6 +17,7 @@ import autopar
 from autopar.errors import LaunchError
 from autopar.run import Mesh, WorkerPool, launch, record, watchdog
 from autopar.run.groups import release
+from autopar.run.together import told_by_all
 
 pytestmark = pytest.mark.gloo
 ROOT = Path(__file__).parent.parent
@@ -168,6 +169,29 @@ def test_what_one_worker_reads_alone_is_an_error_at_once(tmp_path: Path) -> None
     done = _alone(tmp_path, "print(max(float(p.norm()) for p in model.parameters()))")
     assert "have waited" not in done.stderr and 'logs_alone.py", line 11, in train' in done.stderr and done.returncode == 1
     assert "LaunchError: rank 0 is about to sum up 0.weight, which all ranks do together, and rank 1 does something else" in done.stderr
+
+
+@pytest.mark.parametrize("does", ["autopar.save('here', model)", "autopar.load('here', model)"])
+def test_a_checkpoint_of_one_worker_alone_is_an_error_at_once(does: str, tmp_path: Path) -> None:
+    """Of a script that goes on to call the model on the others."""
+    done = _alone(tmp_path, does)
+    what = "save" if "save" in does else "load"
+    assert f"rank 0 is about to {what} a checkpoint, which all ranks do together, and rank 1 does something else" in done.stderr
+    assert "have waited" not in done.stderr and done.returncode == 1 and not (tmp_path / "here").exists()
+
+
+def test_a_worker_that_waits_for_one_that_is_done_ends() -> None:
+    """Of autopar.launch, whose other worker lives and waits for what to do next."""
+    with WorkerPool(2, backend="gloo") as pool, pytest.raises(LaunchError, match="rank 0 of 2 has waited") as said:
+        pool.run(_waits_at_its_end, timeout_s=120)
+    assert "rank 1 is at the end of what it was given" in str(said.value) and "The ranks end" in str(said.value)
+
+
+def _waits_at_its_end() -> None:
+    os.environ["AUTOPAR_TIMEOUT"] = "20"
+    Mesh({"dp": 2})
+    if dist.get_rank() == 0:
+        told_by_all("alone")
 
 
 def _called_before(times: int) -> None:

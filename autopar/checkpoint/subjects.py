@@ -18,6 +18,7 @@ from autopar.checkpoint.boxes import Box, boxes_of, whole_box
 from autopar.checkpoint.index import Stream
 from autopar.errors import CheckpointError
 from autopar.run import ParallelModule
+from autopar.run.alike import done_by_every_rank
 from autopar.run.deferred import DeferredModule, started
 from autopar.run.groups import group_of
 from autopar.run.lies import Lies
@@ -94,9 +95,12 @@ class Subject:
 
 
 def subject_of(model: nn.Module, *, write: bool) -> Subject:
-    """How a model is saved (write) or loaded into. Collective for what autopar.compile has returned. CheckpointError if it cannot be."""
+    """How a model is saved (write) or loaded into. Collective for what autopar.compile has returned. CheckpointError if it cannot be,
+    LaunchError if another rank of this machine does something else."""
     if isinstance(model, DeferredModule) and (running := started(model)) is not None:
         model = running
+    if isinstance(model, (ParallelModule, DeferredModule)):
+        done_by_every_rank("save" if write else "load", "a checkpoint")
     if isinstance(model, ParallelModule):
         return _in_parts(model)
     if isinstance(model, DeferredModule):

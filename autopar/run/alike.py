@@ -66,8 +66,8 @@ def _alone(watch: Watchdog, rank: int, what: str, name: str) -> LaunchError:
     record.left()  # no rank has gone: the error is of the program
     return LaunchError(
         f"rank {watch.rank} is about to {what} {name}, which all ranks do together, and rank {rank} does something else: it is "
-        f"{watch.where(rank)}. Read and write whole parameters and gradients (norms, a state_dict), and read what a call returns beside "
-        f"its loss, on every rank, instead of one alone, and let rank 0 print or save what comes of it"
+        f"{watch.where(rank)}. Read and write whole parameters and gradients (norms, a state_dict, autopar.save and load), and read what a "
+        f"call returns beside its loss, on every rank, instead of one alone, and let rank 0 print or write what comes of it"
     )
 
 

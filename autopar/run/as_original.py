@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from autopar.run.alike import done_by_every_rank
 from autopar.run.together import done_by_all
 from autopar.run.with_state import WithState
 
@@ -79,7 +80,8 @@ class AsOriginal(WithState):
 
     def _by_rank_0(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Collective: a method of the original that writes its state to files, of whole parameters. Others wait until it is written,
-        and raise where it fails."""
+        and raise where it fails. LaunchError if another rank of this machine does something else."""
+        done_by_every_rank("save", f"the model ({method.__name__})")
         with self.full_parameters(write=False):
             return done_by_all(
                 lambda: method(*args, **kwargs) if self.mesh.rank == 0 else None, same=lambda _: "", what=method.__name__

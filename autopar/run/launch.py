@@ -328,10 +328,13 @@ def _end_with_parent() -> None:
 def _answer(task: bytes) -> bytes:
     try:
         record.left()  # what an earlier task has left noted
+        record.phase(record.OUTSIDE)
         paths, call = pickle.loads(task)
         sys.path.extend(path for path in paths if path not in sys.path)
         fn, args = pickle.loads(call)
-        return pickle.dumps((True, fn(*args)))
+        answer = pickle.dumps((True, fn(*args)))
+        record.phase(record.AT_ITS_END)  # nobody waits for it without end
+        return answer
     except BaseException as error:  # whatever the task raises is reported to the process that sent it
         if isinstance(error, KeyboardInterrupt):
             raise

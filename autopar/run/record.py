@@ -23,8 +23,8 @@ from autopar.axes import AXES, BATCH, axes_over, joint, levels_of
 from autopar.errors import AutoparError, LaunchError
 
 __all__ = [
-    "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BACKWARD", "BATCH_OF", "BROADCAST", "CHECKPOINT", "ENDED", "EXCHANGE",
-    "FAILED", "FOLLOWED", "FORWARD", "GRADIENTS_OF", "LOADING", "NOTHING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING",
+    "AGREEMENT", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "AT_ITS_END", "BACKWARD", "BATCH_OF", "BROADCAST", "CHECKPOINT", "ENDED",
+    "EXCHANGE", "FAILED", "FOLLOWED", "FORWARD", "GRADIENTS_OF", "LOADING", "NOTHING", "OPTIMIZER", "OUTSIDE", "PLANNING", "PREPARING",
     "REDUCE_SCATTER", "RUNNING", "SAVING", "UNTIMED", "WAITS", "WORKS", "Batch", "Own", "Reads", "Seen", "Wrote", "agreed", "broke",
     "call_of", "calls", "collective", "count", "count_from", "decided", "doing", "end_talks", "entered", "given", "given_in", "gradients",
     "inside", "left", "line", "note_line", "now", "phase", "reads", "saves_beside", "saving_beside", "step", "telling", "was_given",
@@ -43,10 +43,10 @@ NOTHING = bytes(_SIZE)  # the record of a rank that has noted nothing
 
 RUNNING, ENDED, FAILED, FOLLOWED = range(4)  # followed: ended because another did
 WORKS, WAITS = 1, 2  # of a save beside training: on this rank's part, or for other ranks
-OUTSIDE, FORWARD, BACKWARD, OPTIMIZER, SAVING, LOADING, PREPARING = range(7)
+OUTSIDE, FORWARD, BACKWARD, OPTIMIZER, SAVING, LOADING, PREPARING, AT_ITS_END = range(8)
 PHASES = (
     "outside of the model", "forward", "backward", "the optimizer's step", "saving a checkpoint", "loading a checkpoint",
-    "preparing the model",
+    "preparing the model", "at the end of what it was given",
 )  # fmt: skip
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, EXCHANGE, AGREEMENT, CHECKPOINT, PLANNING = range(1, 10)
 KINDS = (

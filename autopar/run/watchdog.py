@@ -254,8 +254,10 @@ class Watchdog:
             (self._folder / "waits").unlink(missing_ok=True)
 
     def _without_end(self) -> bool:
-        """Whether all ranks are seen to wait for one another."""
+        """Whether all ranks are seen to wait for one another, or one has done all that it was given to do."""
         seen = self._all()
+        if any(s.phase == record.AT_ITS_END for s in seen.values()):
+            return True
         return len(seen) == self.world and all(s.waits for s in seen.values()) and bool(not_equally_often(seen) or not_by_all(seen))
 
     def _saves_alone(self, own: Seen) -> bool:
