@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from autopar.capture import capture
 from autopar.capture.blocks import without_lead
 from autopar.catalog import strategies_of
 from autopar.ir import Arg, Op, Program, Ref, map_refs, refs
+from autopar.planner.fold import fold
 
 pytestmark = pytest.mark.pure
 
@@ -249,11 +251,57 @@ class Tower(nn.Module):
         return self.leave(x).cos()
 
 
-@pytest.mark.parametrize(("towers", "depth", "instances", "size"), [(2, 8, [8, 8], 4), (3, 2, [3], 2 * 5 + 4)])
+@pytest.mark.parametrize(("towers", "depth", "instances", "size"), [(2, 8, [8, 8], 5), (3, 2, [3], 2 * 5 + 4)])
 def test_of_equal_towers_the_layers_are_the_blocks_where_they_are_many(towers: int, depth: int, instances: list[int], size: int) -> None:
     program = captured(nn.Sequential(nn.Linear(8, 8), *(Tower(depth) for _ in range(towers))))
     assert [len(b.spans) for b in program.blocks] == instances
     assert all(len(b.spans[0]) == size for b in program.blocks)
+
+
+class Looped(nn.Module):
+    """Lists of modules, of which a loop takes one each: `experts` of each layer, of which the results are added to the stream."""
+
+    def __init__(self, depth: int, experts: int = 1) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(depth))
+        self.layers: Any = nn.ModuleList(
+            nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(experts)) for _ in range(depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).sin()
+        for norm, experts in zip(self.norms, self.layers, strict=True):
+            x = x + sum(expert(norm(x)) for expert in experts)
+        return x.cos()
+
+
+@pytest.mark.parametrize("experts", [1, 3])
+def test_what_a_loop_makes_between_calls_is_part_of_the_block(experts: int) -> None:
+    """Else each sum of the stream would be decided for itself, and no two layers would be seen to follow one another."""
+    program = captured(Looped(6, experts))
+    assert [len(b.spans) for b in program.blocks] == [6]
+    assert targets(program) == ["layer_norm", "linear", "gelu", "linear", "add"] * experts + ["add"]
+    assert len(fold(program).ops) == len(fold(captured(Looped(4, experts))).ops) < len(program.ops)
+
+
+class Ends(Looped):
+    """The same, and layers that follow one another behind it, of which the last is as those in the loop are."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.last = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Tanh()) for _ in range(3)))
+        self.alone = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.alone(self.last(super().forward(x)))
+
+
+def test_calls_that_repeat_elsewhere_stay_blocks() -> None:
+    program = captured(Ends())
+    assert [(len(b.spans), len(b.spans[0])) for b in program.blocks] == [(4, 6), (3, 4)]
+    taken = sorted(k for b in program.blocks for s in b.spans for k in range(s.start, s.stop))
+    assert len(set(taken)) == len(taken)
 
 
 def literals(op: Op) -> tuple[object, ...]:

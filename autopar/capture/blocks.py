@@ -1,10 +1,12 @@
 """Repeated subgraphs, found by structure alone.
 
 Candidates are the calls of modules (a call is a contiguous span of operators), the outermost repeats first, unless more repeats inside
-of them (two equal towers of many layers). Where no calls repeat, spans that follow one another are candidates: a flat nn.Sequential
-repeats with a period of a few operators. Two candidates are instances of one block if their operators, constants, shapes, dtypes,
-internal wiring and the roles of their external operands are equal; names of modules and classes play no part. Constants of torch's
-operators that lie between 0 and 1 may differ (the rates of stochastic depth grow from layer to layer): nothing asks more of them.
+of them (two equal towers of many layers). Spans that follow one another are candidates too, where no calls repeat (a flat nn.Sequential
+repeats with a period of a few operators), and where something repeats between calls (a loop over lists of modules adds up the residual
+stream itself): of these, whatever leaves fewest operators to be decided for themselves. Two candidates are instances of one block if
+their operators, constants, shapes, dtypes, internal wiring and the roles of their external operands are equal; names of modules and
+classes play no part. Constants of torch's operators that lie between 0 and 1 may differ (the rates of stochastic depth grow from layer to
+layer): nothing asks more of them.
 
 The first layer of a stack may make what all of its layers read (T5's position bias). If nothing repeats otherwise, `without_lead`
 says how to put such operators before the stack.
@@ -12,7 +14,6 @@ says how to put such operators before the stack.
 
 from __future__ import annotations
 
-import itertools
 import os.path
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -73,12 +74,18 @@ def find_blocks(
     found: list[Block] = []
     like = _Likeness(ops, types, state)
     _search(root, like, producer, found)
-    taken = sorted((span for block in found for span in block.spans), key=lambda s: s.start)
-    gaps = zip([0, *(s.stop for s in taken)], [*(s.start for s in taken), len(ops)], strict=True)
-    for gap in [Span(*gap) for gap in gaps if gap[0] < gap[1]]:
-        alike = {k: like.of(Span(k, k + 1))[0] for k in range(gap.start, gap.stop)}
-        _search_periods(gap, alike, like, producer, found)
+    between = Counter(len(gap) for gap in _gaps(found, len(ops)) if gap.start > 0 and gap.stop < len(ops))
+    if any(times > 1 for times in between.values()):
+        found = _with_what_is_between(found, like, producer)
+    for gap in _gaps(found, len(ops)):
+        _search_periods(gap, like, producer, found)
     return tuple(sorted(found, key=lambda b: b.spans[0].start))
+
+
+def _gaps(blocks: Sequence[Block], stop: int) -> list[Span]:
+    """What lies between the instances of blocks, before the first of them, and behind the last."""
+    taken = sorted((span for block in blocks for span in block.spans), key=lambda s: s.start)
+    return [Span(*gap) for gap in zip([0, *(s.stop for s in taken)], [*(s.start for s in taken), stop], strict=True) if gap[0] < gap[1]]
 
 
 def without_lead(
@@ -122,6 +129,8 @@ class _Likeness:
     def __init__(self, ops: Sequence[Op], types: Mapping[str, TensorType], state: Mapping[str, object]) -> None:
         self.ops, self.types, self.state = ops, types, state
         self._texts: dict[str, str] = {}  # of a call, without the rates in it
+        self._kinds: dict[Hashable, int] = {}
+        self._kind_of: dict[int, int] = {}
 
     def of(self, span: Span) -> tuple[Hashable, tuple[str, ...]]:
         """That, and the values that the span reads from elsewhere in order of first use."""
@@ -143,6 +152,13 @@ class _Likeness:
                 made += 1
         given = tuple([(self.types[r], self.state.get(r)) for r in external])
         return (tuple(found), given), tuple(external)
+
+    def numbers(self, span: Span) -> list[int]:
+        """Of each operator of it, equal where operators are equal but for wiring."""
+        for k in range(span.start, span.stop):
+            if k not in self._kind_of:
+                self._kind_of[k] = self._kinds.setdefault(self.of(Span(k, k + 1))[0], len(self._kinds))
+        return [self._kind_of[k] for k in range(span.start, span.stop)]
 
     def _text(self, op: Op) -> str:
         """The target and the arguments of a call."""
@@ -202,27 +218,72 @@ def _apart(span: Span, blocks: Sequence[Block]) -> int:
     return len(span) - sum((len(block.spans) - 1) * len(block.spans[0]) for block in blocks)
 
 
-def _search_periods(
-    gap: Span, alike: Mapping[int, Hashable], like: _Likeness, producer: Mapping[str, tuple[int, int]], found: list[Block]
-) -> None:
-    """Blocks of spans that follow one another inside a gap: those of the shortest period, then those before and after them. alike: of
-    each operator of it, equal where operators are equal but for wiring."""
+def _with_what_is_between(blocks: list[Block], like: _Likeness, producer: Mapping[str, tuple[int, int]]) -> list[Block]:
+    """The blocks; or, in the place of some, such of spans that follow one another, which hold these and what lies between them, and leave
+    fewer operators to be decided for themselves."""
+    whole = Span(0, len(like.ops))
+
+    def in_place(instances: Sequence[_Instance]) -> list[Block]:
+        over = Span(instances[0].span.start, instances[-1].span.stop)
+        return [_block(instances), *(left for block in blocks if (left := _outside(block, over)) is not None)]
+
+    def saved(instances: Sequence[_Instance]) -> int:
+        return _saved(in_place(instances)) - _saved(blocks)
+
+    while instances := _longest_period(whole, like, producer, saved):
+        blocks = in_place(instances)
+    return blocks
+
+
+def _outside(block: Block, over: Span) -> Block | None:
+    """The block without its instances in a span; None if fewer than two are left."""
+    left = [k for k, span in enumerate(block.spans) if span.stop <= over.start or over.stop <= span.start]
+    return Block(spans=tuple(block.spans[k] for k in left), prefixes=tuple(block.prefixes[k] for k in left)) if len(left) > 1 else None
+
+
+def _block(instances: Sequence[_Instance]) -> Block:
+    return Block(spans=tuple(i.span for i in instances), prefixes=tuple(i.prefix for i in instances))
+
+
+def _saved(blocks: Sequence[Block]) -> int:
+    """For how many operators what is decided for others holds."""
+    return sum((len(block.spans) - 1) * len(block.spans[0]) for block in blocks)
+
+
+def _search_periods(gap: Span, like: _Likeness, producer: Mapping[str, tuple[int, int]], found: list[Block]) -> None:
+    """Blocks of spans that follow one another inside a gap: those that save most, then those before and after them."""
+    if instances := _longest_period(gap, like, producer, lambda one: _saved([_block(one)])):
+        found.append(_block(instances))
+        for rest in (Span(gap.start, instances[0].span.start), Span(instances[-1].span.stop, gap.stop)):
+            _search_periods(rest, like, producer, found)
+
+
+def _longest_period(
+    gap: Span, like: _Likeness, producer: Mapping[str, tuple[int, int]], saved: Callable[[Sequence[_Instance]], int]
+) -> list[_Instance]:
+    """Of what follows one another in a gap in equal parts, the parts that save most, and of these the shortest; none if none save anything.
+    saved: how many operators, at most those of all parts but one."""
     ops, types, state = like.ops, like.types, like.state
-    number: dict[Hashable, int] = {}
-    inside = numpy.array([number.setdefault(x, len(number)) for x in (alike[k] for k in range(gap.start, gap.stop))])
+    inside = numpy.array(like.numbers(gap))
     runs = [(period, *run) for period in range(2, min(len(gap) // 2, _MAX_PERIOD) + 1) for run in _runs(inside, period)]
-    for (weights, least), (period, start, length) in itertools.product(_PERIODS, runs):
-        candidates = range(gap.start + start, gap.start + start + length % period + 1)
-        first = next((k for k in candidates if any(r in state for r in refs(ops[k]))), candidates[0])  # begin at a weight, where possible
-        read = [[r for r in refs(op) if state.get(r) == ("param", True) and len(types[r].shape) > 1] for op in ops[first : first + period]]
-        if sum(map(bool, read)) < weights:
-            continue
-        instances = _instances(first, period, length // period + 1, like, producer)
-        if len(instances) >= least:
-            found.append(Block(spans=tuple(i.span for i in instances), prefixes=tuple(i.prefix for i in instances)))
-            for rest in (Span(gap.start, instances[0].span.start), Span(instances[-1].span.stop, gap.stop)):
-                _search_periods(rest, alike, like, producer, found)
-            return
+    runs.sort(key=lambda run: (-(run[2] - run[2] % run[0]), run[0]))
+    for weights, least in _PERIODS:
+        best, most = list[_Instance](), 0
+        for period, start, length in runs:
+            if length - length % period <= most:
+                break
+            candidates = range(gap.start + start, gap.start + start + length % period + 1)
+            first = next((k for k in candidates if any(r in state for r in refs(ops[k]))), candidates[0])  # at a weight, where possible
+            part = ops[first : first + period]
+            read = [[r for r in refs(op) if state.get(r) == ("param", True) and len(types[r].shape) > 1] for op in part]
+            if sum(map(bool, read)) < weights:
+                continue
+            instances = _instances(first, period, length // period + 1, like, producer)
+            if len(instances) >= least and saved(instances) > most:
+                best, most = instances, saved(instances)
+        if best:
+            return best
+    return []
 
 
 def _runs(alike: NDArray[numpy.int64], period: int) -> Iterator[tuple[int, int]]:
