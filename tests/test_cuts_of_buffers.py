@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.capture.effects import changed_in_place
+from autopar.compiler import plan_of
 from autopar.ir import Program, refs
+from autopar.planner.lower import lower
 from autopar.planner.moments import split_into_moments
 from autopar.planner.stages import cut_stages, legal_cuts
 
@@ -59,9 +61,11 @@ class Written(nn.Module):
         return F.mse_loss(h + self.noise, y)
 
 
+EXAMPLE = torch.zeros(4096, 8), torch.ones(4096, 8)
+
+
 def captured(model: nn.Module) -> Program:
-    torch.manual_seed(0)
-    return capture(model, (torch.randn(12, 8), torch.randn(12, 8))).program
+    return capture(model, EXAMPLE).program
 
 
 @pytest.mark.parametrize("model", [Views, Written])
@@ -78,8 +82,14 @@ def test_every_change_of_a_buffer_is_made_by_one_stage(model: type[nn.Module]) -
             assert all(value in made for _, value in stage.mutations)
 
 
-def test_what_changes_in_place_is_used_by_one_stage() -> None:
-    program = captured(Views())
+@pytest.mark.parametrize("data_parallel", [False, True])
+def test_what_changes_in_place_is_used_by_one_stage(data_parallel: bool) -> None:
+    """Also where the norms of the ranks are of all samples, by an operator of autopar's own."""
+    found = capture(Views(), EXAMPLE)
+    program = found.program
+    if data_parallel:
+        program = lower(program, plan_of(found, 2, cluster="cpu", pins={"dp": 2})).program
+        assert sum(op.target == "autopar.L.sync_batch_norm" for op in program.ops) == 6
     changed = {buffer for op in program.ops for buffer in changed_in_place(op)}
     assert len(changed) == 6
     positions = legal_cuts(program).crossing

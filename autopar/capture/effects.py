@@ -14,13 +14,15 @@ __all__ = ["EFFECTS", "changed_in_place", "operand_returned", "packet"]
 
 # target -> (position of the flag that says so, positions of the buffers)
 EFFECTS = {"aten.batch_norm.default": (5, (3, 4)), "aten.instance_norm.default": (5, (3, 4))}
+_ALWAYS = {"autopar.L.sync_batch_norm": (3, 4)}  # target of an operator on one rank -> positions of the buffers
 
 
 def changed_in_place(op: Op) -> tuple[str, ...]:
     """The buffers that an operator changes, which keep their names: of all that read them, the order counts."""
-    if op.target not in EFFECTS or not op.args[EFFECTS[op.target][0]]:
+    flag, positions = EFFECTS.get(op.target, (None, _ALWAYS.get(op.target, ())))
+    if flag is not None and not op.args[flag]:
         return ()
-    return tuple(a.name for p in EFFECTS[op.target][1] if isinstance(a := op.args[p], Ref))
+    return tuple(a.name for p in positions if isinstance(a := op.args[p], Ref))
 
 
 def packet(target: torch._ops.OpOverload) -> str:

@@ -164,7 +164,7 @@ class _TwoViews(nn.Module):
         return -F.cosine_similarity(self.head(a), b.detach()).mean() - F.cosine_similarity(self.head(b), a.detach()).mean()
 
 
-@program("state")
+@program("state", plans=("dp2pp2",))
 def norms_of_two_views(compile: Compile) -> Results:
     """Wherever the model is cut into stages."""
 
