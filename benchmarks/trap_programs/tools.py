@@ -49,18 +49,18 @@ def trainer_of_hugging_face(compile: Compile) -> Results:
 
     options = options_of(compile)
     processes = 1 if options is None else options["gpus"]
-    data = [{"x": x, "labels": y} for x, y in zip(*batch(1, size=4 * BATCH), strict=True)]
+    data = [{"x": x, "labels": y} for x, y in zip(*batch(1, size=64), strict=True)]
     folder = str(folder_of_all("trainer"))
 
     def training(**more: Any) -> Any:
         args = TrainingArguments(
-            output_dir=folder, max_steps=4, per_device_train_batch_size=BATCH // 2 // processes, gradient_accumulation_steps=2,
-            per_device_eval_batch_size=BATCH // processes, max_grad_norm=0.1, learning_rate=1e-2, warmup_steps=1, logging_steps=1,
+            output_dir=folder, max_steps=4, per_device_train_batch_size=8 // processes, gradient_accumulation_steps=2,
+            per_device_eval_batch_size=16 // processes, max_grad_norm=0.1, learning_rate=1e-2, warmup_steps=1, logging_steps=1,
             eval_strategy="steps", eval_steps=2, save_steps=2, use_cpu=True, report_to=[], disable_tqdm=True, **more,
         )  # fmt: skip
         kind = Trainer if options is None else functools.partial(AutoparTrainer, compile_options=options)
         return kind(
-            seeded(Words), args, train_dataset=data, eval_dataset=data[: 2 * BATCH],
+            seeded(Words), args, train_dataset=data, eval_dataset=data[:32],
             compute_metrics=lambda found: {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())},
         )  # fmt: skip
 
