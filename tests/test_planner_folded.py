@@ -92,11 +92,30 @@ class Kinds(nn.Module):
         return (x @ self.embedding.weight.T).logsumexp(-1).mean()
 
 
+class Looped(nn.Module):
+    """Lists of modules, of which a loop takes one each and adds up what several experts give, so that no call holds a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norms = nn.Embedding(32, 24), nn.ModuleList(nn.LayerNorm(24) for _ in range(9))
+        self.experts: Any = nn.ModuleList(
+            nn.ModuleList(nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24)) for _ in range(2)) for _ in range(9)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for norm, experts in zip(self.norms, self.experts, strict=True):
+            h = norm(x)
+            x = x + sum(expert(h) for expert in experts)
+        return (x @ self.embedding.weight.T).logsumexp(-1).mean()
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
     "tied": lambda: (Tied(vocabulary=64, width=32, layers=9), {k: torch.randint(0, 64, (16, 8)) for k in ("input_ids", "labels")}),
     "shared": lambda: (Shared(), {"tokens": torch.randint(0, 32, (16, 8))}),
     "alternate": lambda: (Alternate(), {"tokens": torch.randint(0, 32, (16, 8))}),
     "kinds": lambda: (Kinds(), {"tokens": torch.randint(0, 32, (16, 8))}),
+    "looped": lambda: (Looped(), {"tokens": torch.randint(0, 32, (16, 8))}),
 }
 PINS: list[dict[str, Any]] = [
     {"dp": 2, "pp": 2, "micro_batches": 4, "zero": 1}, {"pp": 2, "virtual_stages": 2, "micro_batches": 4, "tp": 2},
