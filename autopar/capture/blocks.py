@@ -228,7 +228,8 @@ def _with_what_is_between(blocks: list[Block], like: _Likeness, producer: Mappin
         return [_block(instances), *(left for block in blocks if (left := _outside(block, over)) is not None)]
 
     def saved(instances: Sequence[_Instance]) -> int:
-        return _saved(in_place(instances)) - _saved(blocks)
+        more = _saved(in_place(instances)) - _saved(blocks)
+        return more if more >= len(instances) - 1 else 0  # an operator of each, at least: else calls are easier to read
 
     while instances := _longest_period(whole, like, producer, saved):
         blocks = in_place(instances)
