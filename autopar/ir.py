@@ -295,7 +295,7 @@ class Span:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
     """A repeated subgraph: instances have equal operators, wiring, shapes and constants (but for rates between 0 and 1), and operator k of
-    one corresponds to operator k of every other. prefixes: the module path of each instance."""
+    one corresponds to operator k of every other. prefixes: the module path of each instance, or several ('norms.3, layers.3')."""
 
     spans: tuple[Span, ...]
     prefixes: tuple[str, ...]

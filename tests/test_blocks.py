@@ -19,6 +19,7 @@ from autopar.capture import capture
 from autopar.capture.blocks import without_lead
 from autopar.catalog import strategies_of
 from autopar.ir import Arg, Op, Program, Ref, map_refs, refs
+from autopar.planner.account import generic
 from autopar.planner.fold import fold
 
 pytestmark = pytest.mark.pure
@@ -256,6 +257,7 @@ def test_of_equal_towers_the_layers_are_the_blocks_where_they_are_many(towers: i
     program = captured(nn.Sequential(nn.Linear(8, 8), *(Tower(depth) for _ in range(towers))))
     assert [len(b.spans) for b in program.blocks] == instances
     assert all(len(b.spans[0]) == size for b in program.blocks)
+    assert program.blocks[0].prefixes[-1] == ("1.layers.7" if towers == 2 else "3")
 
 
 class Looped(nn.Module):
@@ -282,6 +284,8 @@ def test_what_a_loop_makes_between_calls_is_part_of_the_block(experts: int) -> N
     program = captured(Looped(6, experts))
     assert [len(b.spans) for b in program.blocks] == [6]
     assert targets(program) == ["layer_norm", "linear", "gelu", "linear", "add"] * experts + ["add"]
+    assert program.blocks[0].prefixes[2] == "norms.2, layers.2", "the modules that no other instance has"
+    assert generic(program.blocks[0].prefixes[2]) == "norms.*, layers.*"
     assert len(fold(program).ops) == len(fold(captured(Looped(4, experts))).ops) < len(program.ops)
 
 

@@ -30,7 +30,11 @@ class Weights(dict):
     """Tensors by name, seen from a prefix."""
 
     def at(self, prefix: str) -> Weights:
-        return Weights({k.removeprefix(f"{prefix}."): v for k, v in self.items() if k.startswith(f"{prefix}.")})
+        paths = prefix.split(", ")
+        below = {path: {k.removeprefix(f"{path}."): v for k, v in self.items() if k.startswith(f"{path}.")} for path in paths}
+        if len(paths) == 1:
+            return Weights(below[prefix])
+        return Weights({f"{number}.{k}": v for number, path in enumerate(paths) for k, v in below[path].items()})
 
 
 class Mesh:

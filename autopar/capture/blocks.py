@@ -14,6 +14,7 @@ says how to put such operators before the stack.
 
 from __future__ import annotations
 
+import dataclasses
 import os.path
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -138,7 +139,7 @@ class _Likeness:
         external: list[str] = []
         made = 0
         found: list[Hashable] = []
-        for op in self.ops[span.start : span.stop]:
+        for op in self.inside(span):
             for r in refs(op):
                 if r not in number:
                     external.append(r)
@@ -152,6 +153,9 @@ class _Likeness:
                 made += 1
         given = tuple([(self.types[r], self.state.get(r)) for r in external])
         return (tuple(found), given), tuple(external)
+
+    def inside(self, span: Span) -> Sequence[Op]:
+        return self.ops[span.start : span.stop]
 
     def numbers(self, span: Span) -> list[int]:
         """Of each operator of it, equal where operators are equal but for wiring."""
@@ -311,7 +315,19 @@ def _instances(start: int, period: int, count: int, like: _Likeness, producer: M
         else:
             chain, first = [instance], same
         longest = max(longest, chain, key=len)
-    return longest
+    pairs = zip(longest, [*longest[1:], *longest[-2:-1]], strict=False)
+    return [dataclasses.replace(x, prefix=_own_path(x, other, like) or x.prefix) for x, other in pairs]
+
+
+def _own_path(instance: _Instance, other: _Instance, like: _Likeness) -> str:
+    """The modules with weights that an instance has and another one has not: 'layers.3', or 'norms.3, layers.3'; '' if there are none."""
+    found: dict[str, None] = {}
+    for own, theirs in zip(like.inside(instance.span), like.inside(other.span), strict=True):
+        path = own.module.split(".")
+        shared = len(os.path.commonprefix([path, theirs.module.split(".")]))
+        if shared < len(path) and any(r in like.state for r in refs(own)):
+            found[".".join(path[: shared + 1])] = None
+    return ", ".join(found)
 
 
 def _taken(instance: _Instance, before: _Instance, producer: Mapping[str, tuple[int, int]]) -> tuple[tuple[int, int] | None, ...]:

@@ -154,7 +154,7 @@ def _blocks(c: Candidate) -> list[BlockAccount]:
     stages need it), those of one module of a list."""
     estimator, ops = c.estimator, c.rank.program.ops
     groups: dict[tuple[int, int | str], list[int]] = {}
-    paths: dict[tuple[int, int | str], dict[str, None]] = {}
+    paths: dict[tuple[int, int | str], list[str]] = {}
     last: tuple[int, int | str] | None = None
     many = sum(c.segments[k].block < 0 for k in range(len(estimator.segments))) > ROWS
     for k in range(len(estimator.segments)):
@@ -168,8 +168,9 @@ def _blocks(c: Candidate) -> list[BlockAccount]:
             key, modules = (LISTED, generic(listed[0])), [listed[0]]
         last = key
         groups.setdefault(key, []).append(k)
-        paths.setdefault(key, {}).update(dict.fromkeys(modules))
-    return [_block(c, pieces, list(paths[key]), repeated=key[0] >= 0) for key, pieces in groups.items()]
+        own = paths.setdefault(key, [])
+        own += modules if segment.block >= 0 else [m for m in modules if m not in own]
+    return [_block(c, pieces, paths[key], repeated=key[0] >= 0) for key, pieces in groups.items()]
 
 
 def _block(c: Candidate, pieces: list[int], paths: list[str], *, repeated: bool) -> BlockAccount:
@@ -245,8 +246,8 @@ def _busy_s(c: Candidate, k: int | None) -> float:
 
 
 def generic(path: str) -> str:
-    """'model.layers.3.mlp' to 'model.layers.*.mlp'."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+    """'model.layers.3.mlp' to 'model.layers.*.mlp', of several paths each."""
+    return re.sub(r"(^|\.| )\d+(?=\.|,|$)", r"\1*", path)
 
 
 # ---------------------------------------------------------------------------------------------------------------- flops

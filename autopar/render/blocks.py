@@ -46,10 +46,16 @@ class BlockFunction:
 
 
 def relative(fqn: str, prefix: str) -> str | None:
-    """The name of a weight below a prefix ('' is the model itself); None if it is not below it."""
+    """The name of a weight below a prefix ('' is the model itself), of several prefixes ('norms.3, layers.3') behind the number of the one
+    that it is below; None if it is below none."""
     if not prefix:
         return fqn
-    return fqn.removeprefix(f"{prefix}.") if fqn.startswith(f"{prefix}.") else None
+    paths = prefix.split(", ")
+    for number, path in enumerate(paths):
+        if fqn.startswith(f"{path}."):
+            name = fqn.removeprefix(f"{path}.")
+            return name if len(paths) == 1 else f"{number}.{name}"
+    return None
 
 
 def block_functions(lowered: Lowered, weights: Mapping[str, str]) -> tuple[BlockFunction, ...]:

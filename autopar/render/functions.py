@@ -155,7 +155,8 @@ class Function:
 
     def _heading(self, before: Piece, piece: Piece, depth: int) -> list[str]:
         """The comment above a piece: the module's path and the user's line, each if it is another than before."""
-        path = "" if piece.module in (before.module, self.prefix) else relative(piece.module, self.prefix) or piece.module
+        within = None if ", " in self.prefix else relative(piece.module, self.prefix)
+        path = "" if piece.module in (before.module, self.prefix) else within or piece.module
         line = "" if piece.source == before.source else without_directory(piece.source)
         text = "  ".join(filter(None, map(comment_text, (path, line))))
         room = WIDTH - len(INDENT * depth) - 2

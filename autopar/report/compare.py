@@ -160,7 +160,7 @@ def _module(plan: Plan, op: str) -> str:
     """The operator's module, with '*' for the number of a repeated block."""
     module = plan.account.modules.get(op, "") if plan.account else ""
     for block in plan.account.blocks if plan.account else ():
-        for path in block.paths if block.repeated else ():
+        for path in ", ".join(block.paths).split(", ") if block.repeated else ():
             if module == path or module.startswith(f"{path}."):
                 return generic(path) + module[len(path) :]
     return module

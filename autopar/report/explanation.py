@@ -356,7 +356,7 @@ def _blocks(plan: Plan) -> list[BlockView]:
 
 def _name(block: BlockAccount) -> str:
     if block.repeated:
-        return generic(block.paths[0])
+        return generic(block.paths[0]) or "the model's own forward"
     return ", ".join(block.paths[:3]) + (", ..." if len(block.paths) > 3 else "") or "the model's own forward"
 
 
@@ -365,7 +365,7 @@ def _splits(plan: Plan, axis: str, block: BlockAccount) -> list[str]:
     made = plan.axes[axis]
     if made.n == 1 or plan.account is None:
         return []
-    names = {generic(path) for path in block.paths}
+    names = {name for path in block.paths for name in generic(path).split(", ")}
     inside = {op: text for op, text in made.ops.items() if _within(generic(plan.account.modules.get(op, "")), names)}
     found = splits_of(axis, msgspec.structs.replace(made, ops=inside), plan.account.shapes)
     said = list(dict.fromkeys(s.split for s in found if not s.split.startswith("not split")))

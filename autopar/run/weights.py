@@ -60,12 +60,26 @@ class Weights:
         self._prefix = prefix
 
     def at(self, prefix: str) -> Weights:
-        """The weights below prefix, which is relative to this one's."""
-        return Weights(self._step, f"{self._prefix}{prefix}.")
+        """The weights below prefix, which is relative to this one's. Below several, "norms.3, layers.3", they are named by its number and
+        their name below it: "1.weight"."""
+        paths = [f"{self._prefix}{path}." for path in prefix.split(", ")]
+        return Weights(self._step, *paths) if len(paths) == 1 else _BelowSeveral(self._step, paths)
 
     def __getitem__(self, name: str) -> Tensor:
         """The tensor as it is used, in its local shape. KeyError if this stage does not hold it."""
         return self._step.read(self._prefix + name)
+
+
+class _BelowSeveral(Weights):
+    __slots__ = ("_paths",)
+
+    def __init__(self, step: Source, paths: Sequence[str]) -> None:
+        super().__init__(step)
+        self._paths = paths
+
+    def __getitem__(self, name: str) -> Tensor:
+        number, _, rest = name.partition(".")
+        return self._step.read(self._paths[int(number)] + rest)
 
 
 def _places(buckets: Sequence[Bucket]) -> dict[str, int]:

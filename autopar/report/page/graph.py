@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -118,6 +117,7 @@ def _counts(plan: Plan) -> dict[str, int]:
     """Generic path of a repeated block -> how many there are."""
     found: dict[str, int] = {}
     for block in plan.account.blocks if plan.account else ():
-        if block.repeated and re.search(r"\*", generic(block.paths[0])):
-            found[generic(block.paths[0])] = found.get(generic(block.paths[0]), 0) + len(block.paths)
+        for path in generic(block.paths[0]).split(", ") if block.repeated else ():
+            if "*" in path:
+                found[path] = found.get(path, 0) + len(block.paths)
     return found
