@@ -219,7 +219,7 @@ def _search(call: _Call, like: _Likeness, producer: Mapping[str, tuple[int, int]
 
 def _apart(span: Span, blocks: Sequence[Block]) -> int:
     """Operators of a span of which each is decided for itself, where there are these blocks in it."""
-    return len(span) - sum((len(block.spans) - 1) * len(block.spans[0]) for block in blocks)
+    return len(span) - _saved(blocks)
 
 
 def _with_what_is_between(blocks: list[Block], like: _Likeness, producer: Mapping[str, tuple[int, int]]) -> list[Block]:
@@ -284,8 +284,8 @@ def _longest_period(
             if sum(map(bool, read)) < weights:
                 continue
             instances = _instances(first, period, length // period + 1, like, producer)
-            if len(instances) >= least and saved(instances) > most:
-                best, most = instances, saved(instances)
+            if len(instances) >= least and (found := saved(instances)) > most:
+                best, most = instances, found
         if best:
             return best
     return []
