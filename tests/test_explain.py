@@ -20,7 +20,7 @@ from explain_cases import CASES, masked, program_of, study_of
 from planner_programs import captured_of
 from torch import nn
 
-from autopar import cli
+from autopar import Plan, cli
 from autopar.axes import AXES
 from autopar.capture import capture
 from autopar.errors import Infeasible, PlanError
@@ -36,7 +36,7 @@ from autopar.explain.terms import own_terms, reads_of, terms_of, timed
 from autopar.explain.why import TIE, why, why_text
 from autopar.ir import Kind, Strategy
 from autopar.measure import Pricer
-from autopar.planner import Pins, Plan, make_plan
+from autopar.planner import Pins, make_plan
 from autopar.planner.axis import AxisProblem, AxisSolver, objective_of, solve_axis, stated
 from autopar.planner.problems import axis_leaves, axis_problem
 from autopar.planner.wishes import WishError
