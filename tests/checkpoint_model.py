@@ -1,14 +1,19 @@
-"""The model that the tests of checkpoints train, its training loop, and the plans that it is trained under."""
+"""The model that tests of checkpoints train, how, under which plans, and what else these tests share."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar import cli
 from autopar.render import load
 from autopar.variants import tensors_of
 
@@ -135,3 +140,30 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     if found.keys() != expected.keys():
         return float("inf")
     return max(float((found[name].double() - expected[name].double()).abs().max()) for name in expected)
+
+
+def saved_in(folder: Path) -> Path:
+    """A checkpoint of the model after two steps."""
+    model = plain()
+    optimizer = adamw(model)
+    trained(model, optimizer, range(2))
+    autopar.save(folder, model, optimizer, step=2)
+    return folder
+
+
+def run_cli(*args: object) -> int:
+    """The exit status of the command line, called with these words."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main([str(a) for a in args])
+    return int(stop.value.code or 0)
+
+
+def in_a_child(work: Callable[[], None]) -> int:
+    """The process that does this work and ends: by os._exit within it, or with status 1."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    return pid
