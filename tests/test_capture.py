@@ -19,310 +19,17 @@ except (ImportError, RuntimeError):  # a torchvision built for another torch fai
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.capture import Captured, capture, lift_to_float64, normalise, program_hash, run_program, to_float64
-from autopar.capture.interpret import resolve
-from autopar.errors import CaptureError, SparseGradients
-from autopar.ir import Op, Program, Ref, refs
+from autopar.capture import capture, lift_to_float64, normalise, program_hash, run_program, to_float64
+from autopar.errors import CaptureError
+from autopar.ir import Op, Ref
 from autopar.planner.moments import split_into_moments
 from autopar.run.region import REGION
 from benchmarks._small import MODELS
+from tests.capture_model import BATCH, DIM, Function, check_well_formed, targets
 
 pytestmark = pytest.mark.pure
 
-BATCH, DIM = 4, 6
 
-
-class Function(nn.Module):
-    """A parameter and a function of it and the input, summed to a loss."""
-
-    def __init__(self, fn: Callable[..., torch.Tensor], *shape: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(shape or (BATCH, DIM)))
-        self.register_buffer("state", torch.zeros(DIM))
-        self.fn = fn
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fn(self, x).pow(2).sum()
-
-
-def targets(program: Program) -> list[str]:
-    return [op.target.split(".")[1] for op in program.ops]
-
-
-def check_well_formed(captured: Captured) -> None:
-    """What later passes take for granted: single assignment, topological order, types and tensors for everything."""
-    program = captured.program
-    known = [x.value for x in (*program.inputs, *program.params, *program.buffers)]
-    for op in program.ops:
-        assert not resolve(op.target)._schema.is_mutable, op
-        assert set(refs(op)) <= set(known), op
-        made = [o for o in op.outputs if o is not None]
-        assert made and not set(made) & set(known) and all(name.isidentifier() for name in made), op
-        known += made
-    assert set(program.types) == set(known)
-    assert program.loss in known and program.types[program.loss].grad
-    assert set(captured.tensors) == {x.value for x in (*program.params, *program.buffers)}
-    for block in program.blocks:
-        parts = [[o.target for o in program.ops[s.start : s.stop]] for s in block.spans]
-        assert len(parts) >= 2 and all(p == parts[0] for p in parts)
-
-
-# ------------------------------------------------------------------------------------------------- writing in place
-def write_slice(m: Function, x: torch.Tensor) -> torch.Tensor:
-    y = x * m.weight
-    y[:, 1:3] = m.weight[:, :2] * 2
-    return y
-
-
-def write_view_then_read_another(m: Function, x: torch.Tensor) -> torch.Tensor:
-    y = x * m.weight
-    rows, other = y.view(2, -1), y[:, 0]
-    rows[0].mul_(3)
-    return other * y.sum() + rows.sum()
-
-
-def write_through_two_views(m: Function, x: torch.Tensor) -> torch.Tensor:
-    y = x * m.weight
-    y.t()[2:4].transpose(0, 1).add_(m.weight[:, :2])
-    return y
-
-
-def write_chunks(m: Function, x: torch.Tensor) -> torch.Tensor:
-    y = x.clone()
-    a, b, c = y.chunk(3, dim=1)
-    b.copy_(a * c)
-    c.zero_()
-    return y * m.weight
-
-
-def write_indices_and_masks(m: Function, x: torch.Tensor) -> torch.Tensor:
-    y = x * m.weight
-    y[torch.tensor([0, 2])] = m.weight[:2]
-    y.masked_fill_(x > 1, 0.5)
-    y[:, 0].fill_(m.weight.sum())
-    return y.sigmoid_() * y
-
-
-def write_rows_in_a_loop(m: Function, x: torch.Tensor) -> torch.Tensor:
-    out = torch.zeros_like(x)
-    for i in range(BATCH):
-        out[i] = x[i] * m.weight[i] + (out[i - 1] if i else 0)
-    return out
-
-
-def write_integers_and_other_dtypes(m: Function, x: torch.Tensor) -> torch.Tensor:
-    ids = torch.zeros(DIM, dtype=torch.long)
-    ids[1:] += 2
-    y = x * m.weight
-    y.mul_((ids > 1).to(torch.float64))
-    return y * ids
-
-
-def write_diagonal(m: Function, x: torch.Tensor) -> torch.Tensor:
-    y = m.weight * x[:, :BATCH]
-    y.diagonal().mul_(4)
-    return y.unsqueeze_(0)
-
-
-def write_copy_that_is_no_view(m: Function, x: torch.Tensor) -> torch.Tensor:
-    y = x * m.weight
-    z = y.clone()
-    z.zero_()
-    return y + z + y.t().reshape(-1)[:DIM].mul_(2)
-
-
-WRITES = [
-    write_slice, write_view_then_read_another, write_through_two_views, write_chunks, write_indices_and_masks, write_rows_in_a_loop,
-    write_integers_and_other_dtypes, write_copy_that_is_no_view,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("fn", WRITES, ids=lambda f: f.__name__)
-def test_writes_in_place_become_functional(fn: Callable[..., torch.Tensor]) -> None:
-    check_well_formed(capture(Function(fn), (torch.randn(BATCH, DIM),)))  # which compares loss and gradients with the model's
-
-
-def test_write_through_a_diagonal() -> None:
-    check_well_formed(capture(Function(write_diagonal, BATCH, BATCH), (torch.randn(BATCH, DIM),)))
-
-
-def test_buffer_mutations_are_listed_and_made() -> None:
-    def count(m: Any, x: torch.Tensor) -> torch.Tensor:
-        m.state[1:].add_(x.detach().sum())
-        return x * m.weight + m.state
-
-    model, x = Function(count), torch.randn(BATCH, DIM)
-    captured = capture(model, (x,))
-    check_well_formed(captured)
-    assert torch.equal(model.state, torch.zeros(DIM))
-    ((buffer, _),) = captured.program.mutations
-    assert [(b.value, b.mutated) for b in captured.program.buffers] == [(buffer, True)]
-    values = {**captured.tensors, captured.program.inputs[0].value: x, buffer: torch.zeros(DIM)}
-    for _ in range(2):
-        assert torch.allclose(run_program(captured.program, values), model(x))
-    assert torch.allclose(values[buffer], model.state)
-
-
-def branch_on_values(m: Function, x: torch.Tensor) -> torch.Tensor:
-    return x * m.weight if x.sum() > 0 else x + m.weight
-
-
-def shape_from_values(m: Function, x: torch.Tensor) -> torch.Tensor:
-    few = int((x > 0).sum())
-    return x[:, :few].sum() * m.weight.sum()
-
-
-def changes_parameter(m: Function, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        m.weight.mul_(x.mean())
-    return x * m.weight
-
-
-def sparse_gradient(m: Function, x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.embedding((x.sum(-1) > 0).long(), m.weight, sparse=True) * x
-
-
-def no_gradient(m: Function, x: torch.Tensor) -> torch.Tensor:
-    return x * m.weight.detach()
-
-
-@pytest.mark.parametrize(
-    "fn, says",
-    [
-        (branch_on_values, "torch.where"),
-        (shape_from_values, "fixed capacity"),
-        (changes_parameter, "changes a parameter"),
-        (sparse_gradient, "gradients of a parallel module are dense"),
-        (no_gradient, "requires a gradient"),
-    ],
-    ids=lambda x: getattr(x, "__name__", None),
-)
-def test_what_cannot_be_captured_is_refused_with_line_and_remedy(fn: Callable[..., torch.Tensor], says: str) -> None:
-    model = Function(fn)
-    with pytest.raises(CaptureError, match=says) as refused:
-        capture(model, (torch.randn(BATCH, DIM),))
-    assert "what to do:" in str(refused.value)
-    if fn is not no_gradient:
-        assert "test_capture.py:" in str(refused.value)
-
-
-class Bags(nn.Module):
-    """Sums rows of a table, whose gradient is sparse, in a submodule that could run as it is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bags = nn.EmbeddingBag(BATCH, DIM, mode="sum", sparse=True)
-
-    def forward(self, at: torch.Tensor) -> torch.Tensor:
-        return self.bags(at).square().sum()
-
-
-def test_sparse_gradients_are_refused_by_name() -> None:
-    with pytest.raises(SparseGradients, match=r"(?s)embedding_bag.*test_capture.py.*what to do: build the embedding with sparse=False"):
-        capture(Bags(), (torch.arange(BATCH).view(-1, 2),))
-
-
-class Aggregating(nn.Module):
-    """Multiplies by an adjacency matrix, which is a buffer, a plain attribute, or what the function closes over."""
-
-    def __init__(self, held: str, adjacency: torch.Tensor) -> None:
-        super().__init__()
-        self.layer = nn.Linear(DIM, DIM)
-        if held == "buffer":
-            self.register_buffer("adjacency", adjacency)
-        else:
-            self.adjacency = adjacency if held == "attribute" else None
-        self.unused, self.closed = adjacency, lambda: adjacency
-
-    def forward(self, x: torch.Tensor, adjacency: torch.Tensor | None = None) -> torch.Tensor:
-        given = next((a for a in (adjacency, self.adjacency) if a is not None), None)
-        return torch.mm(self.closed() if given is None else given, self.layer(x)).square().sum()
-
-
-@pytest.mark.parametrize("held", ["buffer", "attribute", "closure", "input"])
-@pytest.mark.parametrize("kind", ["coo", "csr"])
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-def test_sparse_tensors_are_refused_where_they_are_used(held: str, kind: str) -> None:
-    adjacency = torch.eye(BATCH).to_sparse() if kind == "coo" else torch.eye(BATCH).to_sparse_csr()
-    given = (torch.randn(BATCH, DIM), *((adjacency,) if held == "input" else ()))
-    with pytest.raises(CaptureError, match=r"(?is)sparse.*what to do: .*\(\.to_dense\(\)\)"):
-        capture(Aggregating(held, adjacency), given)
-    dense = Aggregating("attribute", torch.eye(BATCH))
-    dense.unused = adjacency
-    assert capture(dense, (torch.randn(BATCH, DIM),)).program.batch_size is not None
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_input_is_refused() -> None:
-    nested = torch.nested.nested_tensor([torch.ones(n, DIM) for n in (1, 2, 3, 2)])
-    with pytest.raises(CaptureError, match=r"input 0 of Padding is a nested tensor.*\n  what to do: give the model a padded tensor"):
-        capture(Padding(), (nested,))
-
-
-class Padding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(DIM, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x.to_padded_tensor(0.0)).square().mean()
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad * 2
-
-
-def own_gradient(m: Function, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = Doubled.apply(x * m.weight)
-    return y
-
-
-def hooked(m: Function, x: torch.Tensor) -> torch.Tensor:
-    y = x * m.weight
-    if y.requires_grad:
-        y.register_hook(lambda grad: grad * 2)
-    return y
-
-
-@pytest.mark.parametrize(
-    ("fn", "source"),
-    [(own_gradient, "y"), (hooked, "y.register_hook(lambda grad")],
-    ids=["own_gradient", "hooked"],
-)
-def test_gradients_that_the_graph_does_not_show_are_no_operators(fn: Callable[..., torch.Tensor], source: str) -> None:
-    program = capture(Function(fn), (torch.randn(BATCH, DIM),)).program
-    assert [op.source.split(": ")[1] for op in program.ops if op.target == REGION] == [source]
-    if fn is hooked:  # functions are tried on small tensors (tests/test_own_gradients_on_meta.py)
-        with torch.device("meta"), pytest.raises(CaptureError, match="gradients of its own"):
-            capture(Function(fn), (torch.randn(BATCH, DIM),))
-
-
-def test_hooks_on_parameters_and_modules_are_refused() -> None:
-    for hook in (lambda m: m.weight.register_hook(torch.neg), lambda m: m.register_full_backward_hook(lambda *_: None)):
-        model = nn.Linear(DIM, DIM)
-        hook(model)
-        with pytest.raises(CaptureError, match="gradient hooks"):
-            capture(model, (torch.randn(BATCH, DIM),), loss=torch.sum)
-
-
-def test_parametrised_weights_and_recurrent_layers() -> None:
-    """Spectral norm writes its buffers with out=; recurrent layers are one operator each."""
-    model = nn.Sequential(
-        nn.utils.parametrizations.spectral_norm(nn.Linear(DIM, DIM)), nn.utils.parametrizations.weight_norm(nn.Linear(DIM, DIM)),
-        nn.GRU(DIM, DIM, batch_first=True),
-    )  # fmt: skip
-    captured = capture(model, (torch.randn(BATCH, 3, DIM),), loss=lambda out: out[0].sum())
-    check_well_formed(captured)
-    assert len(captured.program.mutations) == 2 and "gru" in targets(captured.program)
-
-
-# --------------------------------------------------------------------------------------------------- losses and inputs
 def test_losses_are_found_where_models_put_them() -> None:
     def build(wrap: Callable[[torch.Tensor], Any]) -> nn.Module:
         model = nn.Linear(DIM, 1)
@@ -464,6 +171,17 @@ def test_mean_cross_entropy_becomes_sum_over_count(ignored: int, weighted: bool)
 
 
 # ---------------------------------------------------------------------------------------------------------- real models
+def test_parametrised_weights_and_recurrent_layers() -> None:
+    """Spectral norm writes its buffers with out=; recurrent layers are one operator each."""
+    model = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(DIM, DIM)), nn.utils.parametrizations.weight_norm(nn.Linear(DIM, DIM)),
+        nn.GRU(DIM, DIM, batch_first=True),
+    )  # fmt: skip
+    captured = capture(model, (torch.randn(BATCH, 3, DIM),), loss=lambda out: out[0].sum())
+    check_well_formed(captured)
+    assert len(captured.program.mutations) == 2 and "gru" in targets(captured.program)
+
+
 class Residual(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
