@@ -20,6 +20,7 @@ from tests.stateful_models import BATCH, DIM, MASKS, SEEN, Model, build, equal, 
 
 pytestmark = pytest.mark.pure
 
+
 def test_tables_of_a_module_that_held_nothing_are_empty_again() -> None:
     """Those that nothing watches too: hooks of what a module saves, names of its buffers that are not saved."""
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM))
