@@ -6,21 +6,26 @@ one that draws it does.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture import Captured
+from autopar.capture.drawn import functions_replaced
 from autopar.catalog.rule import draws
 from autopar.errors import UnsupportedOp
-from autopar.ir import Op, Program, refs
+from autopar.ir import Op, Program, Ref, refs
 from autopar.planner.moments import given
+from autopar.run.region import REGION, Drawn, Region
 
-__all__ = ["Recorder", "draws_given", "drawn_names"]
+__all__ = ["Recorder", "draws_given", "drawn_names", "recording"]
 
 OUTCOMES = (
     "rand randn randint rand_like randn_like randint_like normal normal_functional bernoulli multinomial uniform exponential cauchy "
@@ -29,36 +34,74 @@ OUTCOMES = (
 
 
 class Recorder(TorchDispatchMode):
-    """Inside, every outcome of a random operator is kept in `outcomes`, in the order in which they are drawn."""
+    """Inside, every outcome of a random operator is kept in `outcomes`, in the order in which they are drawn, and so is what functions
+    return that `recorded` gives."""
 
     def __init__(self) -> None:
         super().__init__()
         self.outcomes: list[Tensor] = []
+        self._functions = 0  # that are running
+
+    def recorded(self, function: FunctionType) -> Callable[..., Any]:
+        """The function, of which what it returns is an outcome, and not what it draws for that."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            module = Drawn(function)
+            self._functions += 1
+            try:
+                found = module(*args, **kwargs)
+            finally:
+                self._functions -= 1
+            if not self._functions:
+                self.outcomes += [t.detach().clone() for t in pytree.tree_leaves(found) if isinstance(t, Tensor)]
+            return module.returned[0]
+
+        return call
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if str(func).split(".")[1].removesuffix("_") in OUTCOMES.split():
+        if not self._functions and str(func).split(".")[1].removesuffix("_") in OUTCOMES.split():
             self.outcomes.append(result.detach().clone())
         return result
+
+
+@contextlib.contextmanager
+def recording(captured: Captured) -> Iterator[list[Tensor]]:
+    """Inside, the model draws what its program is to be given: the outcomes, in order."""
+    recorder = Recorder()
+    modules = [x.module for x in dict[str, Any](captured.tensors).values() if isinstance(x, Region)]
+    functions = {m.function for m in modules if isinstance(m, Drawn)}
+    with functions_replaced({function: recorder.recorded(function) for function in functions}), recorder:
+        yield recorder.outcomes
 
 
 def drawn_names(captured: Captured) -> tuple[str, ...]:
     """The values of a program that are outcomes of random operators, in order. UnsupportedOp if it draws in any other way (a dropout),
     in which the outcome is no result."""
     drawing = [op for op in captured.program.ops if draws(op)]
-    told = [op for op in drawing if op.target.split(".")[1] in OUTCOMES.split() and not _differentiated(op, captured.program)]
+    told = [op for op in drawing if _gives_what_it_draws(op, captured) and not _differentiated(op, captured.program)]
     other = sorted({op.target for op in drawing if op not in told})
     if other:
         raise UnsupportedOp(
             f"{captured.program.name} draws random numbers inside of {', '.join(other)}; one process and several draw different ones, so "
             "that their losses cannot be compared"
         )
-    return tuple(op.name for op in drawing)
+    return tuple(o for op in drawing for o in op.outputs if o is not None)
+
+
+def _gives_what_it_draws(op: Op, captured: Captured) -> bool:
+    handle = op.args[0] if op.target == REGION else None
+    if isinstance(handle, Ref):
+        region: Any = captured.tensors[handle.name]
+        return isinstance(region, Region) and isinstance(region.module, Drawn)
+    return op.target.split(".")[1] in OUTCOMES.split()
 
 
 def _differentiated(op: Op, program: Program) -> bool:
+    if op.target == REGION:
+        return any(program.types[o].grad for o in op.outputs if o is not None)
     return op.target.startswith("aten._standard_gamma") and not op.no_grad and any(program.types[v].grad for v in refs(op))
 
 

@@ -46,6 +46,14 @@ class OtherGradients(CaptureError):
     """The model's code has gradients of its own, or asks for some, which no graph of operators shows."""
 
 
+class DrawsOutside(CaptureError):
+    """What a model computes depends on random numbers of other generators than torch's, which a graph would hold."""
+
+
+class NotAsWritten(CaptureError):
+    """What draws random numbers cannot run as it is written, and why: lines to add to another error."""
+
+
 class SparseGradients(CaptureError):
     """A parameter has a sparse gradient, which no program has, however the model is captured."""
 

@@ -25,7 +25,7 @@ from autopar.capture.made import in_the_state
 from autopar.capture.source import first_line
 from autopar.compare import finite, worst
 from autopar.copies import copied
-from autopar.draws import Recorder, drawn_names, draws_given
+from autopar.draws import drawn_names, draws_given, recording
 from autopar.errors import CaptureError, VerificationError
 from autopar.ir import Program
 from autopar.planner.moments import batched_inputs
@@ -141,7 +141,7 @@ def reference(
         forms, notes = _captured(model, batches, loss, wanted if later else (), captured)
         notes = (*_lower_precision(captured), *notes)
         calls = tuple(call for call in wanted if later and (call in forms or (call == (True, 0) and (True, 1) in forms)))
-        original = Original(model, batches, loss, draws=bool(drawn_names(captured)))
+        original = Original(model, batches, loss, draws_of=captured if drawn_names(captured) else None)
         losses = []
         state = (*model.named_parameters(), *model.named_buffers())
         began = {name for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -194,10 +194,13 @@ def _not_a_number(model: nn.Module, odd: str, step: int, loss: float) -> str:
 
 
 class Original:
-    """A model in training as it is written, with AdamW. gradients: of its first step. drawn: the random numbers of each call."""
+    """A model in training as it is written, with AdamW. gradients: of its first step. drawn: the random numbers of each call, as the
+    program that was captured takes them. draws_of: that, if it draws any."""
 
-    def __init__(self, model: nn.Module, batches: tuple[Any, ...], loss: Callable[[Any], Tensor] | None, *, draws: bool = False) -> None:
-        self._model, self._batches, self._loss, self._draws = model, batches, loss, draws
+    def __init__(
+        self, model: nn.Module, batches: tuple[Any, ...], loss: Callable[[Any], Tensor] | None, *, draws_of: Captured | None = None
+    ) -> None:
+        self._model, self._batches, self._loss, self._draws_of = model, batches, loss, draws_of
         self._modes = [(m, m.training) for m in model.modules()]
         self._optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, eps=ADAM_EPS)
         self.gradients: dict[str, Tensor] = {}
@@ -229,9 +232,10 @@ class Original:
 
     def _call(self, call: Call) -> Tensor:
         given = self._batches[call[1]]
-        with Recorder() if self._draws else contextlib.nullcontext() as recorder:
+        with contextlib.ExitStack() as stack:
+            outcomes = stack.enter_context(recording(self._draws_of)) if self._draws_of is not None else []
             value = loss_of(self._model(**given) if isinstance(given, dict) else self._model(*given), self._loss)
-        self.drawn.setdefault(call, []).append(recorder.outcomes if recorder is not None else [])
+        self.drawn.setdefault(call, []).append(outcomes)
         return value
 
 

@@ -32,7 +32,7 @@ from autopar.capture.regions import Regions, asked
 from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten
 from autopar.capture.varying import Numbers
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, DrawsOutside
 from autopar.run.outputs import Returned
 from autopar.run.plain import plainly
 from autopar.run.varying import NONE as NONE_VARIES
@@ -291,8 +291,9 @@ def _check_draws(
         return [t.op for t in plain.ops] != [t.op for t in drawn.ops] or not _same_constants(plain, drawn)
 
     if any(map(differs, OTHER_DRAWS if calls is not None else OTHER_DRAWS[:3])):
-        raise CaptureError(
+        raise DrawsOutside(
             f"what {trace.name} computes depends on random numbers drawn from {' and '.join(found.drawn)}, which a graph holds as they "
-            f"were when it was traced\n  what to do: draw them with torch, and let torch.where choose by them; or draw them before the "
-            f"call, and give it a tensor of them; or set the probability to zero"
+            f"were when it was traced\n  what to do: draw them with torch, and let torch.where choose by them; or draw them in a "
+            f"function of a file, which returns a tensor or an array of a fixed shape, or in a submodule: these run as they are written"
+            f"; or before the call, and give it a tensor of them; or set the probability to zero"
         )

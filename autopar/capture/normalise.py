@@ -119,6 +119,8 @@ def _plain(op: Op, metas: Mapping[str, Meta], names: Names) -> Iterator[Op]:
             yield dataclasses.replace(op, target="aten.expand.default", args=(operand, metas[output].shape), outputs=(output,), multi=False)
     elif op.target == "aten.cat.default" and (other := _without_empty(op, metas)) is not None:
         yield other
+    elif op.target == PUT:
+        yield from _chosen_by_element(op, metas, names) or (op,)
     elif op.target in _SIZE_OF_OTHER:
         yield dataclasses.replace(op, target=_SIZE_OF_OTHER[op.target], args=(op.args[0], metas[op.name].shape), kwargs=())
     elif op.target in _DRAWN:
@@ -146,6 +148,28 @@ def _without_empty(op: Op, metas: Mapping[str, Meta]) -> Op | None:
     return dataclasses.replace(op, args=(tuple(kept), *op.args[1:]))
 
 
+def _chosen_by_element(op: Op, metas: Mapping[str, Meta], names: Names) -> tuple[Op, ...]:
+    """x[mask] = value, or x[:, mask] = value, where the same value goes to every place that the mask picks, as a choice between the two for
+    each element, which can be split by samples. Nothing for any other."""
+    x, given, value = op.args[:3]
+    if not (isinstance(x, Ref) and isinstance(value, Ref) and isinstance(given, tuple)) or len(op.args) > 3 or op.kwargs:
+        return ()
+    *passed, mask = given
+    if any(index is not None for index in passed) or not isinstance(mask, Ref) or metas[mask.name].dtype != torch.bool:
+        return ()
+    own, covers = metas[value.name].shape, metas[mask.name].shape
+    rest = metas[x.name].shape[len(passed) + len(covers) :]
+    own = own[1:] if len(own) == len(rest) + 1 and own[0] == 1 else own
+    if not covers or len(own) > len(rest) or any(n not in (1, m) for n, m in zip(reversed(own), reversed(rest), strict=False)):
+        return ()
+    shape = (*(1,) * len(passed), *covers, *(1,) * len(rest))
+    if shape == covers:
+        return (dataclasses.replace(op, target="aten.where.self", args=(mask, value, x)),)
+    over = dataclasses.replace(op, target="aten.reshape.default", args=(mask, shape), outputs=(names.fresh(f"{op.name}_mask"),))
+    return over, dataclasses.replace(op, target="aten.where.self", args=(Ref(over.name), value, x))
+
+
+PUT = "aten.index_put.default"
 _SIZE_OF_OTHER = {
     "aten.expand_as.default": "aten.expand.default", "aten.view_as.default": "aten.reshape.default",
     "aten.reshape_as.default": "aten.reshape.default",

@@ -27,6 +27,7 @@ from autopar.capture.casts import cast_before_use
 from autopar.capture.causal import with_known_masks
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
+from autopar.capture.drawn import Drawing, drawing
 from autopar.capture.fewer import TooMuchWork, captured_and_compared
 from autopar.capture.flops import work_of
 from autopar.capture.functionalize import functionalize
@@ -66,7 +67,9 @@ from autopar.errors import (
     BufferMade,
     CaptureError,
     DependsOnValues,
+    DrawsOutside,
     NoLoss,
+    NotAsWritten,
     NumbersChange,
     OtherGradients,
     SparseGradients,
@@ -170,7 +173,7 @@ def _captured_and_checked(
         with as_not_traced() as traced:
             try:
                 return _captured(model, example, loss, dtype=dtype, varying=varying._replace(places=frozenset(changing)), **how, **more)
-            except (Appended, BufferMade, NoLoss, NumbersChange, OtherGradients, SparseGradients):
+            except (Appended, BufferMade, DrawsOutside, NoLoss, NumbersChange, OtherGradients, SparseGradients):
                 raise
             except CaptureError:
                 if not traced.asked:
@@ -220,6 +223,13 @@ def _captured_and_checked(
             if not (own.modules or own.functions or own.hooks or own.whole):
                 raise
             return once(example, most=most, as_written=own)
+        except DrawsOutside as error:
+            with computing_in(dtype, model):
+                drawn = drawing(model, loss, inputs_in(dtype, example))
+            try:
+                return once(example, most=most, drawn=drawn)
+            except CaptureError as other:
+                raise DrawsOutside(f"{error}{other}" if isinstance(other, NotAsWritten) else str(error)) from other
 
     def captured_with_what_is_left(example: Inputs, most: float) -> Captured:
         found = once(example, most=most)
@@ -239,12 +249,13 @@ def _captured(
     model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, most: float, outputs: bool | None,
     dtype: torch.dtype | None, written: Collection[str], trains: bool, sizes: bool, as_written: OwnGradients | None = None,
     places: tuple[str, ...] = (), beside: Callable[[Arguments], Captured] | None = None, asked_of: Inputs,
-    appended: tuple[list[Any], ...] = (), varying: Varying = NO_NUMBERS,
+    appended: tuple[list[Any], ...] = (), varying: Varying = NO_NUMBERS, drawn: Drawing | None = None,
 ) -> Captured:  # fmt: skip
     """What `capture` gives. most: how much work a pass may be that is compared with the model; 0: none is, TooMuchWork if it is more.
     as_written: what runs as it is written. places: those of which the program gives the tensors that a call leaves there; without them,
     those that it could give are in `given`. beside: as of `capture`. asked_of: the example as the user gave it. appended: lists to which
-    calls append, and which are empty. varying: as of `capture`."""
+    calls append, and which are empty. varying: as of `capture`. drawn: what draws
+    numbers of Python and numpy, and runs as it is written."""
     args, kwargs = example
     check_inputs(model, example)
     infer = Inference()
@@ -266,7 +277,7 @@ def _captured(
             checkpointed = functions_called()
             numbers = Numbers(varying, inputs, positional_names(model), start)
             found, trace = _traced(
-                model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places, sizes=sizes, varying=numbers
+                model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places, sizes=sizes, varying=numbers, drawn=drawn
             )
             checkpointed = functions_called() - checkpointed
             trace, mutations = functionalize(with_casts(trace, infer), infer, written)
@@ -422,16 +433,19 @@ def _given(name: str, found: TracedCall, left: Collection[str], calls: Calls | N
 
 def _traced(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, *, outputs: bool | None,
-    as_written: OwnGradients | None, leaves: tuple[str, ...] = (), sizes: bool = True, varying: Numbers,
+    as_written: OwnGradients | None, leaves: tuple[str, ...] = (), sizes: bool = True, varying: Numbers, drawn: Drawing | None,
 ) -> tuple[TracedCall, Trace]:  # fmt: skip
-    """The trace, in which the smallest submodules around what cannot be exported are one operator each, and those of `as_written`; where
-    there is none, the operators whose sizes depend on values; and else the program holds for what inputs have decided."""
+    """The trace, in which the smallest submodules around what cannot be exported are one operator each, and those of `as_written` and
+    `drawn`; where there is none, the operators whose sizes depend on values; and else the program holds for what inputs have decided."""
     regions = Regions(model, loss, inputs)
     if as_written is not None and as_written.whole:
         if not regions.include_model(as_written.whole):
             raise OtherGradients(f"cannot capture {type(model).__name__} with gradients that it asks for itself{as_written.remedy}")
     elif as_written is not None:
         regions.include_all(as_written)
+    elif drawn is not None:
+        if not regions.include_drawn(drawn):
+            raise NotAsWritten(regions.why_not())
     elif not varying:
         again = repeated(model, loss, inputs, start, outputs=outputs)
         for hides in (True, False) if again.same and not leaves else ():
@@ -457,7 +471,7 @@ def _traced(
             if varying:
                 raise
             first = first or error
-            if regions.include_functions(applied, error) or regions.include(error):
+            if regions.include_functions(applied, error) or regions.include_functions_that_draw(error) or regions.include(error):
                 continue
             if isinstance(error, DependsOnValues) and with_islands(model, found.exported, inputs, regions):
                 return found, flatten(model, found.exported, start, regions)

@@ -20,15 +20,18 @@ from torch.utils import _pytree as pytree
 
 from autopar import generators
 from autopar.capture.applied import Function, applied_by, hooks_told, only_computes
+from autopar.capture.draws import OTHER_DRAWS, other_draws
+from autopar.capture.export import FAILURES
 from autopar.capture.flops import CountedFlops
 from autopar.capture.follow import storage_of
 from autopar.capture.hooked import Call, Outside
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import is_linear, run_small, works_by_samples, writes_unseen
 from autopar.capture.terms import as_terms
+from autopar.run import outside_draws
 from autopar.run.autocast import ambient
 from autopar.run.inputs import not_dense
-from autopar.run.region import Applied, Place, Region, Terms, within
+from autopar.run.region import Applied, Drawn, Place, Region, Terms, within
 from autopar.run.saved import Kept
 
 __all__ = ["Pass", "ReadsValues", "observed"]
@@ -102,7 +105,7 @@ def observed(
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     copies = tuple(t.detach().clone() for t in given)
     held_before = _held(module, given, own)
-    random = generators.states()
+    random, random_outside = generators.states(), outside_draws.states()
     held = {storage_of(t) for t in own.values()}
     known = held | {storage_of(t) for t in given}
     saved: dict[int, int] = {}
@@ -117,7 +120,7 @@ def observed(
     own_backward: list[object] = [module] if isinstance(module, Applied) else []
     hooks: list[Callable[..., Any]] = []
 
-    handed = list(_weights_held_by((args, kwargs))) if isinstance(module, Applied) else []
+    handed = list(_weights_held_by((args, kwargs))) if isinstance(module, Applied | Drawn) else []
 
     def applied(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own_backward.append(cls)
@@ -128,12 +131,15 @@ def observed(
     values = mode if isinstance(mode, ReadsValues) else ReadsValues()  # the innermost, which the code itself calls
     with outside, CountedFlops() as counted, kept, watched, applied_by(applied), values:
         output = forward(*args, **kwargs)
-    if beside := _beside_tensors(output, values.read):
+    drawn_outside = outside_draws.states() != random_outside
+    if beside := _beside_tensors(output, values.read or drawn_outside):
         return output, f"it returns {beside}, which a graph would hold as it was in one call: let it return tensors"
     results = tuple(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
     held_after = _held(module, given, own)
     if changed := next((name for name in {**held_before, **held_after} if held_before.get(name) != held_after.get(name)), ""):
         return output, f"it changes {changed}"
+    if handed and isinstance(module, Drawn):
+        return output, f"it draws random numbers, and is given {handed[0]}"
     if handed:
         what = f"an autograd function is given {handed[0]}"
         return output, f"{what}, whose weights its backward may read, where they may be in parts: let it be given tensors alone"
@@ -143,10 +149,10 @@ def observed(
         return output, "it does not take and return dense tensors"
     if any(storage_of(t) in held for t in results):
         return output, "what it returns shares memory with its parameters or buffers"
-    draws = not generators.same(random)
+    draws = drawn_outside or not generators.same(random)
     region = Region(
         path=path, module=module, state=tuple(own), arguments=pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs)),
-        modes=tuple(m.training for m in module.modules()), autocast=ambient(),
+        modes=tuple(m.training for m in module.modules()), autocast=ambient(), outside=drawn_outside,
     )  # fmt: skip
     structure = pytree.tree_map_only(Tensor, lambda t: torch.empty(0, device="cpu"), output)
     call = Call(
@@ -184,11 +190,26 @@ def _tried(
     private, private_gradients = writes_unseen(region, given, state, draws=draws, own_backward=own)
     region = dataclasses.replace(region, private=private, private_gradients=private_gradients)
     steady, rows = works_by_samples(region, given, state, results, draws=draws, own_backward=own)
+    steady = steady and (not region.outside or _steady_in_other_draws(region, given, state, results))
     leaves = not all(map(only_computes, hooks))  # what is of all the gradient there is
     linear = not leaves and (not own or is_linear(region, given, state, draws=draws))
     if steady and not rows and not hooks and isinstance(region.module, Applied):
         region, rows = as_terms(region, given, results, draws=draws)
     return _Trial(steady, () if leaves else rows, linear, private, private_gradients, region.module)
+
+
+def _steady_in_other_draws(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+    """Whether a region gives tensors of these shapes and dtypes, and no others beside them, whatever Python and numpy draw."""
+    expected = [(r.shape, r.dtype) for r in results]
+    for words in OTHER_DRAWS:
+        with other_draws(words), generators.kept(), torch.no_grad():
+            try:
+                found = region(given, state)
+            except FAILURES:
+                return False
+            if [(r.shape, r.dtype) for r in found] != expected:
+                return False
+    return True
 
 
 def _alike(region: Region, given: Sequence[Tensor], results: Sequence[Tensor]) -> Hashable | None:

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import traceback
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from autopar import generators
 from autopar.capture.applied import Function, applied_by, hooks_told
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, left_as_it_was
+from autopar.capture.drawn import Drawing, as_returned, drawing, functions_replaced
+from autopar.capture.draws import seeded
 from autopar.capture.export import FAILURES, objective_of
 from autopar.capture.follow import storage_of
 from autopar.capture.hooked import IN_A_PART, Call, hooked
@@ -29,11 +32,11 @@ from autopar.capture.own_gradients import OwnGradients, below, innermost, withou
 from autopar.capture.reach import is_foreign
 from autopar.capture.region_calls import Pass, ReadsValues, observed
 from autopar.capture.repeats import forwards_replaced
-from autopar.capture.source import first_line, module_of, paths_of, running_line
+from autopar.capture.source import first_line, in_library, module_of, paths_of, running_line
 from autopar.errors import CaptureError, DependsOnValues
 from autopar.run.closed import closed_tensors
 from autopar.run.condition import Condition
-from autopar.run.region import Applied, Place, Region, Terms, within
+from autopar.run.region import Applied, Drawn, Place, Region, Terms, within
 from autopar.run.saved import Kept
 
 __all__ = ["Call", "Regions", "asked", "is_static"]
@@ -51,8 +54,9 @@ _CONDITION = "condition_"
 
 
 def _made(key: str, tensors: list[Tensor], results: int) -> list[Tensor]:
-    like = next((t for t in tensors), torch.empty(0, device="cpu"))
-    return [like.new_empty(tuple(r.shape), dtype=r.dtype) for r in _TRACED[key].results]
+    call = _TRACED[key]
+    like = next((t for t in tensors), torch.empty(0, device=call.region.place or "cpu"))
+    return [like.new_empty(tuple(r.shape), dtype=r.dtype) for r in call.results]
 
 
 def _registered(key: str, tensor: Tensor, closed: list[Tensor]) -> None:
@@ -89,6 +93,7 @@ class Regions:
         self.model, self.loss, self.inputs = model, loss, inputs
         self.calls: dict[str, list[Call]] = {}
         self.functions: frozenset[Function] = frozenset()  # autograd functions whose calls are regions
+        self.drawing: frozenset[FunctionType] = frozenset()  # functions that draw, whose calls are regions
         self.hooks: list[Call] = []  # on activations, of the model's own forward, in order
         self.tried = 0
         self.refused: dict[str, str] = {}  # path -> why it cannot be a region
@@ -148,6 +153,62 @@ class Regions:
                 raise CaptureError(f"cannot capture {type(self.model).__name__}\n  at {line}{self.why_not() or self._raised}")
             self.calls = {p: calls for p, calls in self.calls.items() if not below(p, [path])} | found
 
+    def include_drawn(self, drawn: Drawing) -> bool:
+        """Make regions of these submodules, and of the calls of these functions; whether all of them can be."""
+        if "" in drawn.modules or (drawn.modules and not self._has_data()):
+            return False
+        self.drawing = drawn.functions
+        place = next((p.device for p in self.model.parameters()), None)
+        found: dict[str, list[Call]] = {}
+        lines: dict[str, str] = {}
+        looking = False  # inside of one that is looked at nothing is
+
+        def noted(function: FunctionType) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal looking
+                path = self._path_of(function)
+                if looking or below(path, drawn.modules):
+                    return function(*args, **kwargs)
+                lines[path], module, looking = running_line(), Drawn(function), True
+                try:
+                    _, seen = observed(path, module, module.forward, args, kwargs, lines[path], of)
+                    if not isinstance(seen, str):
+                        seen = dataclasses.replace(seen, region=dataclasses.replace(seen.region, place=place))
+                    self._note(path, seen, found)
+                finally:
+                    looking = False
+                return module.returned[0]
+
+            return call
+
+        try:
+            with Kept() as keeps:
+                of = Pass(self._names, keeps, self._trials)
+                self._call_model(functions_replaced({function: noted(function) for function in drawn.functions}))
+        except FAILURES:  # of the model
+            return False
+        around = {path.rpartition(".")[0]: lines[path] for path in self.refused if "." in path}
+        self.refused = {path: why for path, why in self.refused.items() if "." not in path}
+        modules = {**around, **drawn.modules}
+        self.calls |= {path: calls for path, calls in found.items() if not below(path, modules)}
+        for path, line in modules.items():
+            self.calls = {p: calls for p, calls in self.calls.items() if not below(p, [path])} | self._run([path], line)
+        return not self.refused and all(path in self.calls for path in modules)
+
+    def include_functions_that_draw(self, error: CaptureError) -> bool:
+        """Make regions of the calls of functions that draw random numbers of Python or numpy, if an error of capture came from one of them;
+        whether they are."""
+        came_through = _frames_of(error.__cause__)
+        codes = {f.f_code for f in came_through if module_of(f) is None and not in_library(f.f_code.co_filename)}
+        if not codes or self.drawing or self.calls:
+            return False
+        try:
+            found = drawing(self.model, self.loss, self.inputs)
+        except FAILURES:  # of the model
+            return False
+        failed = frozenset(function for function in found.functions if function.__code__ in codes)
+        return bool(failed) and self.include_drawn(dataclasses.replace(found, modules={}))
+
     def _keep_hooks(self) -> None:
         """Keep the hooks on activations that the model's own forward registers."""
 
@@ -169,8 +230,8 @@ class Regions:
 
     def include_functions(self, applied: Collection[Function], error: CaptureError) -> bool:
         """Make regions of the calls of those of these autograd functions that an error of capture came from; whether there is one."""
-        frames = [] if error.__cause__ is None else [frame for frame, _ in traceback.walk_tb(error.__cause__.__traceback__)]
-        failed = {cls for cls in applied if any(frame.f_code is getattr(cls.forward, "__code__", None) for frame in frames)}
+        codes = {frame.f_code for frame in _frames_of(error.__cause__)}
+        failed = {cls for cls in applied if getattr(cls.forward, "__code__", None) in codes}
         if failed <= self.functions or not self._has_data():
             return False
         before = len(self.calls)
@@ -212,9 +273,7 @@ class Regions:
     def _call_model(self, watched: contextlib.AbstractContextManager[object]) -> None:
         """Call the model once on copies of its inputs, and leave it as it was."""
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), self.inputs)
-        drawn, told = generators.kept(), as_called((args, kwargs))
-        with left_as_it_was(self.model, self.loss), watched, torch.enable_grad(), drawn, told:
-            torch.manual_seed(0)
+        with left_as_it_was(self.model, self.loss), watched, torch.enable_grad(), seeded(0), as_called((args, kwargs)):
             with without_values(self.model, self.inputs):
                 objective_of(self.model(*args, **kwargs), self.loss, None)
 
@@ -225,7 +284,7 @@ class Regions:
         else:
             found.setdefault(path, []).append(call)
 
-    def _path_of(self, function: type) -> str:
+    def _path_of(self, function: type | FunctionType) -> str:
         """Where a function is in the model: below the submodule whose code calls it."""
         path = within(innermost(self._paths) or "", function.__name__)
         while path in self._paths.values():
@@ -314,9 +373,7 @@ class Regions:
             results = torch.ops.autopar_region.call(f"{path}@{index}", tensors, len(call.results))
             if isinstance(call.region.module, Terms) and call.region.module.weight is not None:
                 results = [r / call.region.module.weight.of(tensors) for r in results]
-            leaves, spec = pytree.tree_flatten(call.structure)
-            given = iter(results)
-            return pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], spec)
+            return as_returned(call.region.module, call.structure, results)
 
         def replaced(path: str) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
@@ -330,13 +387,21 @@ class Regions:
             path = self._path_of(cls)
             return traced(path, args, kwargs) if path in self.calls else apply(*args, **kwargs)
 
+        def drawn(function: FunctionType) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                path = self._path_of(function)
+                return traced(path, args, kwargs) if path in self.calls else function(*args, **kwargs)
+
+            return call
+
         def registered(tensor: Tensor, hook: Callable[..., Any]) -> None:
             if self.hooks and innermost(self._paths) == "":
                 torch.ops.autopar_region.hook(f"hook_{next(hooks)}@0", tensor, closed_tensors(hook))
 
         hooks = iter(range(len(self.hooks)))
         seen: set[Function] = set()
-        modules = {path: replaced(path) for path, calls in self.calls.items() if not isinstance(calls[0].region.module, Applied)}
+        modules = {path: replaced(path) for path, calls in self.calls.items() if not isinstance(calls[0].region.module, Applied | Drawn)}
+        functions = functions_replaced({function: drawn(function) for function in self.drawing})
 
         validated = torch.distributions.Distribution._validate_args
         torch.distributions.Distribution.set_default_validate_args(False)  # it asks values whether they are valid
@@ -344,7 +409,7 @@ class Regions:
         _TRACED.update({f"{path}@{k}": call for path, calls in self.calls.items() for k, call in enumerate(calls)})
         _TRACED.update({f"hook_{k}@0": call for k, call in enumerate(self.hooks)})
         try:
-            with forwards_replaced(modules, self.model), applied_by(applied), hooks_told(registered):
+            with forwards_replaced(modules, self.model), applied_by(applied), functions, hooks_told(registered):
                 yield seen
         finally:
             torch.distributions.Distribution.set_default_validate_args(validated)
@@ -377,6 +442,11 @@ def _as_traced(call: Call, args: Any, kwargs: Any) -> Call:
     if same and all(isinstance(a, Place) == isinstance(b, Place) for a, b in pairs):
         return call
     return dataclasses.replace(call, region=dataclasses.replace(call.region, arguments=traced), rows=())
+
+
+def _frames_of(error: BaseException | None) -> list[FrameType]:
+    """Through which an error came."""
+    return [] if error is None else [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def _line_of(error: BaseException | None) -> str:

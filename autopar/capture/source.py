@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 from torch import nn
 
-__all__ = ["first_line", "in_library", "module_of", "paths_of", "running_line", "source_line"]
+__all__ = ["first_line", "frame_line", "in_library", "module_of", "paths_of", "running_line", "source_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = tuple(os.path.join(os.path.dirname(os.path.dirname(__file__)), name) + os.sep for name in ("capture", "run"))
@@ -38,7 +38,12 @@ def running_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and in_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else _text(frame.f_code.co_filename, frame.f_lineno)
+    return "" if frame is None else frame_line(frame)
+
+
+def frame_line(frame: FrameType) -> str:
+    """The same of the line that a frame is at."""
+    return _text(frame.f_code.co_filename, frame.f_lineno)
 
 
 def module_of(frame: FrameType) -> nn.Module | None:

@@ -156,9 +156,10 @@ class Forms:
                 self._by_the_original.add(key)
                 return None
             with with_gradients():
-                constants = self._constants_of(anew.emitted.MANIFEST, anew.tensors) | regions_of(anew.emitted.MANIFEST, anew.tensors)
+                device, manifest = first.outputs.device, anew.emitted.MANIFEST
+                constants = self._constants_of(manifest, anew.tensors) | regions_of(manifest, anew.tensors, device)
             form = Form(
-                anew.emitted, constants, mesh, first.outputs.device, local_batch=first.batch.local, guards=anew.guards,
+                anew.emitted, constants, mesh, device, local_batch=first.batch.local, guards=anew.guards,
                 returned=anew.returned, around_loss=anew.around_loss, forward_only=anew.forward_only,
             )  # fmt: skip
             self._captures, self._seconds = self._captures + 1, self._seconds + time.perf_counter() - start

@@ -163,7 +163,7 @@ class ParallelModule(AsOriginal):
         without = without_values(specs, tensors, mesh)
         tree.take(state.distribute(specs, tensors, mesh, device, without))
         tree.wait_for(without if read is None else without & set(read))
-        tree.constants.update(regions_of(manifest, tensors))
+        tree.constants.update(regions_of(manifest, tensors, device))
         tree.asks_what_trains = guards is not None and any(map(guards.reads, OF_GRADIENTS))
         self._put_together()
         form = Form(

@@ -6,12 +6,14 @@ differentiates what it runs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import pickle
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from autopar.errors import LaunchError
-from autopar.run import bags, comm, ctc  # noqa: F401  (regions may hold the operators that they register)
+from autopar.run import bags, comm, ctc, outside_draws  # noqa: F401  (regions may hold the operators that they register)
 from autopar.run.alone import as_one_process
 from autopar.run.autocast import Autocast, under
 from autopar.run.checkpointed import without_checkpointing
@@ -33,7 +35,7 @@ from autopar.run.part import own_attributes
 from autopar.run.saved import with_graphs
 
 __all__ = [
-    "REGION", "Applied", "AsAutograd", "Hooked", "Place", "Region", "Terms", "Weight", "region", "regions_of", "within",
+    "REGION", "Applied", "AsAutograd", "Drawn", "Hooked", "Place", "Region", "Terms", "Weight", "region", "regions_of", "within",
     "without_unreached",
 ]  # fmt: skip
 
@@ -52,7 +54,9 @@ class Region:
     tensor. autocast: what was on. linear: the gradients that it gives are linear in those that come to it. handle: its name in the program.
     direct: a gradient comes to its results past no other region. private: it is given copies, since its code writes to the memory of what
     it is given where autograd does not see it (a kernel's); private_gradients: so is its backward. upstream: of each tensor that it is
-    given, the parameters of the model and the regions, by handle, from which operators alone lead there.
+    given, the parameters of the model and the regions, by handle, from which operators alone lead there. outside: it draws from the
+    generators of Python or numpy; alike: these follow torch's then, as they must where several ranks run it. place: where the results of
+    one that is given no tensor are put; None: where they are.
 
     It stands where the tensors of constants do, and so has what is asked of these: a device, and copies, which are itself."""
 
@@ -68,6 +72,9 @@ class Region:
     private: bool = False
     private_gradients: bool = False
     upstream: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
+    outside: bool = False
+    alike: bool = False
+    place: torch.device | None = None
     reached: set[str] = field(default_factory=set)  # of the step that runs: what a gradient has come to, as of `notes`
 
     device = torch.device("cpu")
@@ -79,7 +86,7 @@ class Region:
     def name(self) -> str:
         """For people."""
         kind = type(self.module).__name__
-        return kind if not self.path else self.path if isinstance(self.module, Applied) else f"{self.path} ({kind})"
+        return kind if not self.path else self.path if isinstance(self.module, Applied | Drawn) else f"{self.path} ({kind})"
 
     @functools.cached_property
     def notes(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -119,7 +126,10 @@ class Region:
             named = zip(self.state, state, strict=True)
             noted = {f"module.{name}": self._noted(t, f"{self.handle}.{name}") for name, t in named if name in self._places}
             noted = _with_attributes(noted, self.module)
-            with under(self.autocast), without_checkpointing(), without_key_value_cache(self.module), as_one_process(), with_graphs():
+            with (
+                outside_draws.alike() if self.alike else contextlib.nullcontext(),
+                under(self.autocast), without_checkpointing(), without_key_value_cache(self.module), as_one_process(), with_graphs(),
+            ):  # fmt: skip
                 returned = functional_call(_Forward(self.module), noted, args, kwargs, tie_weights=False)  # each name is in the state
         finally:
             for m, mode in zip(modules, before, strict=True):
@@ -127,6 +137,8 @@ class Region:
                 if isinstance(m, nn.RNNBase):
                     _let_go(m)
         found = (x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor))
+        if self.place is not None and not tensors and not state:
+            found = (x.to(self.place) for x in found)
         return tuple(x.clone() if x.untyped_storage()._cdata in operands else x for x in found)
 
     def _noted(self, t: Tensor, name: str) -> Tensor:
@@ -139,7 +151,7 @@ class Region:
     def __reduce__(self) -> tuple[Callable[..., Region], tuple[Any, ...]]:
         """As bytes, with the files of the modules that define its classes, which a worker may not be able to import by name."""
         names = {class_of(m).__module__ for m in self.module.modules()} - {"__main__"}
-        names |= {m.function.__module__ for m in self.module.modules() if isinstance(m, Applied)} - {"__main__"}
+        names |= {m.function.__module__ for m in self.module.modules() if isinstance(m, Applied | Drawn)} - {"__main__"}
         files = [(name, getattr(sys.modules.get(name), "__file__", None)) for name in sorted(names) if not name.startswith("torch.")]
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "reached"}
         try:
@@ -177,6 +189,34 @@ class Applied(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function.apply(*args, **kwargs)
+
+
+class Drawn(nn.Module):
+    """A function of the user's that draws random numbers, as what a region runs: it returns tensors in the place of arrays of numpy and of
+    floats. returned: alone, what the function has returned last. places: of its leaves, in order, what each is that is a tensor here."""
+
+    def __init__(self, function: FunctionType) -> None:
+        super().__init__()
+        self.function = function
+        self.returned: tuple[Any, ...] = ()
+        self.places: tuple[type, ...] = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.returned = (self.function(*args, **kwargs),)
+        leaves, spec = pytree.tree_flatten(self.returned[0])
+        found = [_as_tensor(x) for x in leaves]
+        self.places = tuple(type(x) for x, made in zip(leaves, found, strict=True) if isinstance(made, Tensor))
+        return pytree.tree_unflatten(found, spec)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "returned": ()}
+
+
+def _as_tensor(x: Any) -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(x, numpy.ndarray):
+        return torch.from_numpy(numpy.array(x))
+    return torch.tensor(x, dtype=torch.float64, device="cpu") if isinstance(x, float) else x
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +384,8 @@ def region(
 ) -> tuple[Tensor, ...]:
     """Runs a region on tensors and its parameters and buffers. shapes: of its results. RuntimeError if they have others."""
     if isinstance(handle, Tensor):
-        found: tuple[Tensor, ...] = _StandIn.apply(shapes, dtypes, grads, saved, *tensors, *state)
+        operands = (*tensors, *state) or (handle,)
+        found: tuple[Tensor, ...] = _StandIn.apply(shapes, dtypes, grads, saved, *operands)
         return found
     results = handle(tensors, state)
     if tuple(tuple(r.shape) for r in results) != tuple(map(tuple, shapes)):
@@ -401,8 +442,8 @@ def _reached(regions: Sequence[Region], noted: Collection[str]) -> set[str]:
     return found
 
 
-def regions_of(manifest: Manifest, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The regions among what a parallel module is given. LaunchError if one is missing."""
+def regions_of(manifest: Manifest, tensors: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """The regions among what a parallel module on a device is given. LaunchError if one is missing."""
     names = [b.name for b in manifest.buffers if b.region]
     missing = [name for name in names if not isinstance(tensors.get(name), Region)]
     if missing:
@@ -410,4 +451,5 @@ def regions_of(manifest: Manifest, tensors: Mapping[str, Any]) -> dict[str, Tens
             f"{manifest.model} runs submodules as they are written ({', '.join(missing)}), and the emitted source does not hold them\n  "
             "what to do: make the module with autopar.compile(model, plan=...), or give them with the tensors, as tensors_of(captured) does"
         )
-    return {name: tensors[name] for name in names}
+    found: dict[str, Any] = {name: tensors[name] for name in names}
+    return {name: replace(region, alike=True, place=device) if region.outside else region for name, region in found.items()}
