@@ -120,6 +120,16 @@ def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> 
     return input[places]
 
 
+def _set_item(x: Tensor, index: Any, value: Any) -> None:
+    """x[index] = number where a tensor picks: torch makes a tensor of the number, on the CPU as a constant, elsewhere by an operator, which
+    it is here wherever x lies, so that a program is the same."""
+    picks = any(isinstance(i, Tensor) for i in (index if isinstance(index, tuple) else (index,)))
+    if not picks or type(value) not in (bool, int, float):
+        return NotImplemented
+    x[index] = torch.scalar_tensor(value, dtype=x.dtype, device=x.device)
+    return None
+
+
 def _added(frames: Tensor, total: int, hop: int) -> Tensor:
     """Frames [N, count, n], each `hop` samples behind the one before, added up: [N, total]."""
     if frames.is_complex():
@@ -132,4 +142,5 @@ WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.masked_select: _masked_select, torch.Tensor.masked_select: _masked_select, torch.bincount: _bincount,
     torch.Tensor.bincount: _bincount, torch.cov: _cov, torch.Tensor.cov: _cov, torch.corrcoef: _corrcoef, torch.Tensor.corrcoef: _corrcoef,
     torch.combinations: _combinations, torch.as_strided: as_strided, torch.Tensor.as_strided: as_strided, F.embedding_bag: embedding_bag,
+    torch.Tensor.__setitem__: _set_item,
 }  # fmt: skip
