@@ -1,31 +1,35 @@
 """The same random numbers on both sides of a comparison: what one process draws is recorded, and given to a program as inputs.
 
 No gradient flows through a draw, but for that of a gamma distribution, so that a program which is given the outcome computes what the
-one that draws it does.
+one that draws it does. Submodules that run as they are written draw the same where both begin from the same seed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture import Captured
 from autopar.capture.drawn import functions_replaced
+from autopar.capture.repeats import forwards_replaced
 from autopar.catalog.rule import draws
 from autopar.errors import UnsupportedOp
 from autopar.ir import Op, Program, Ref, refs
 from autopar.planner.moments import given
-from autopar.run.region import REGION, Drawn, Region
+from autopar.run.outside_draws import from_seed
+from autopar.run.region import REGION, Applied, Drawn, Region
 
-__all__ = ["Recorder", "draws_given", "drawn_names", "recording"]
+__all__ = ["Recorder", "draws_given", "drawn_names", "recording", "with_seeds"]
 
 OUTCOMES = (
     "rand randn randint rand_like randn_like randint_like normal normal_functional bernoulli multinomial uniform exponential cauchy "
@@ -40,47 +44,87 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.outcomes: list[Tensor] = []
-        self._functions = 0  # that are running
+        self._apart = 0  # calls that are running of what draws apart
 
     def recorded(self, function: FunctionType) -> Callable[..., Any]:
         """The function, of which what it returns is an outcome, and not what it draws for that."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             module = Drawn(function)
-            self._functions += 1
-            try:
+            with self.apart():
                 found = module(*args, **kwargs)
-            finally:
-                self._functions -= 1
-            if not self._functions:
+            if not self._apart:
                 self.outcomes += [t.detach().clone() for t in pytree.tree_leaves(found) if isinstance(t, Tensor)]
             return module.returned[0]
 
         return call
 
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, nothing is kept."""
+        self._apart += 1
+        try:
+            yield
+        finally:
+            self._apart -= 1
+
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._functions and str(func).split(".")[1].removesuffix("_") in OUTCOMES.split():
+        if not self._apart and str(func).split(".")[1].removesuffix("_") in OUTCOMES.split():
             self.outcomes.append(result.detach().clone())
         return result
 
 
 @contextlib.contextmanager
-def recording(captured: Captured) -> Iterator[list[Tensor]]:
-    """Inside, the model draws what its program is to be given: the outcomes, in order."""
+def recording(model: nn.Module, captured: Captured) -> Iterator[list[Tensor]]:
+    """Inside, a call of the model draws what its program is to be given: the outcomes, in order. What begins from a seed there does here
+    too."""
     recorder = Recorder()
-    modules = [x.module for x in dict[str, Any](captured.tensors).values() if isinstance(x, Region)]
-    functions = {m.function for m in modules if isinstance(m, Drawn)}
-    with functions_replaced({function: recorder.recorded(function) for function in functions}), recorder:
+    regions = [x for x in dict[str, Any](captured.tensors).values() if isinstance(x, Region)]
+    functions = {x.module.function for x in regions if isinstance(x.module, Drawn)}
+    calls: Counter[str] = Counter()
+
+    def seeded(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls[path] += 1
+            with from_seed(_seed_of(path, calls[path])), recorder.apart():
+                return forward(*args, **kwargs)
+
+        return run
+
+    paths = {x.path for x in regions if x.seed is not None}
+    forwards = {path: seeded(path, model.get_submodule(path).forward) for path in paths}
+    drawn = functions_replaced({function: recorder.recorded(function) for function in functions})
+    with forwards_replaced(forwards, model), drawn, recorder if drawn_names(captured) else contextlib.nullcontext():
         yield recorder.outcomes
+
+
+def with_seeds(captured: Captured) -> Captured:
+    """The same, whose submodules that draw, and run as they are written, begin from a seed in each call, another for each of them."""
+    tensors: dict[str, Any] = dict(captured.tensors)
+    calls: Counter[str] = Counter()
+    for op in captured.program.ops:
+        handle = op.args[0] if op.target == REGION else None
+        if not isinstance(handle, Ref):
+            continue
+        region: Region = tensors[handle.name]
+        calls[region.path] += 1
+        if draws(op) and not isinstance(region.module, Drawn | Applied):
+            tensors[handle.name] = dataclasses.replace(region, seed=_seed_of(region.path, calls[region.path]))
+    return dataclasses.replace(captured, tensors=tensors) if calls else captured
+
+
+def _seed_of(path: str, call: int) -> int:
+    """call: of a submodule, from 1."""
+    return zlib.crc32(f"{path}@{call}".encode())
 
 
 def drawn_names(captured: Captured) -> tuple[str, ...]:
     """The values of a program that are outcomes of random operators, in order. UnsupportedOp if it draws in any other way (a dropout),
     in which the outcome is no result."""
-    drawing = [op for op in captured.program.ops if draws(op)]
+    drawing = [op for op in captured.program.ops if draws(op) and not _begins_from_a_seed(op, captured)]
     told = [op for op in drawing if _gives_what_it_draws(op, captured) and not _differentiated(op, captured.program)]
     other = sorted({op.target for op in drawing if op not in told})
     if other:
@@ -89,6 +133,12 @@ def drawn_names(captured: Captured) -> tuple[str, ...]:
             "that their losses cannot be compared"
         )
     return tuple(o for op in drawing for o in op.outputs if o is not None)
+
+
+def _begins_from_a_seed(op: Op, captured: Captured) -> bool:
+    handle = op.args[0] if op.target == REGION else None
+    region: Any = captured.tensors[handle.name] if isinstance(handle, Ref) else None
+    return isinstance(region, Region) and region.seed is not None
 
 
 def _gives_what_it_draws(op: Op, captured: Captured) -> bool:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -25,7 +23,8 @@ from autopar.capture.made import in_the_state
 from autopar.capture.source import first_line
 from autopar.compare import finite, worst
 from autopar.copies import copied
-from autopar.draws import drawn_names, draws_given, recording
+from autopar.draws import drawn_names, draws_given, recording, with_seeds
+from autopar.dropout import without_dropout
 from autopar.errors import CaptureError, VerificationError
 from autopar.ir import Program
 from autopar.planner.moments import batched_inputs
@@ -34,7 +33,7 @@ from autopar.run.inputs import not_dense, positional_names
 from autopar.run.objects import leaf_path
 from autopar.verify_rank import ADAM_EPS, LEARNING_RATE, Call, Draws, Found
 
-__all__ = ["Errors", "Original", "Reference", "as_float64", "errors_of", "reference", "without_dropout"]
+__all__ = ["Errors", "Original", "Reference", "as_float64", "errors_of", "reference"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,29 +85,6 @@ class Reference:
     capture_s: float = 0.0
 
 
-@contextlib.contextmanager
-def without_dropout() -> Iterator[None]:
-    """Dropout does nothing inside, in attention too."""
-    attention = F.scaled_dot_product_attention
-
-    def plain(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *more: Any, **rest: Any
-    ) -> Tensor:
-        return attention(query, key, value, attn_mask, 0.0, *more, **rest)
-
-    def same(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return x
-
-    names = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            stack.enter_context(mock.patch.object(F, name, same))
-            stack.enter_context(mock.patch.object(torch.nn.functional, name, same))
-        stack.enter_context(mock.patch.object(torch, "dropout", same))
-        stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", plain))
-        yield
-
-
 def reference(
     model: nn.Module,
     example_inputs: Any,
@@ -124,7 +100,7 @@ def reference(
     inputs = as_float64(example_inputs)
     with lift_to_float64(), without_dropout():
         start = time.perf_counter()
-        captured = capture(copied(model), inputs, loss=loss)  # its tensors are not trained below
+        captured = with_seeds(capture(copied(model), inputs, loss=loss))  # its tensors are not trained below
         if captured.answers.writes:
             raise CaptureError(
                 f"the forward of {type(model).__name__} writes to {', '.join(sorted(captured.answers.written_names))}, which a plan that "
@@ -141,7 +117,7 @@ def reference(
         forms, notes = _captured(model, batches, loss, wanted if later else (), captured)
         notes = (*_lower_precision(captured), *notes)
         calls = tuple(call for call in wanted if later and (call in forms or (call == (True, 0) and (True, 1) in forms)))
-        original = Original(model, batches, loss, draws_of=captured if drawn_names(captured) else None)
+        original = Original(model, batches, loss, draws_of=captured)
         losses = []
         state = (*model.named_parameters(), *model.named_buffers())
         began = {name for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -195,7 +171,7 @@ def _not_a_number(model: nn.Module, odd: str, step: int, loss: float) -> str:
 
 class Original:
     """A model in training as it is written, with AdamW. gradients: of its first step. drawn: the random numbers of each call, as the
-    program that was captured takes them. draws_of: that, if it draws any."""
+    program that was captured takes them. draws_of: that."""
 
     def __init__(
         self, model: nn.Module, batches: tuple[Any, ...], loss: Callable[[Any], Tensor] | None, *, draws_of: Captured | None = None
@@ -233,7 +209,7 @@ class Original:
     def _call(self, call: Call) -> Tensor:
         given = self._batches[call[1]]
         with contextlib.ExitStack() as stack:
-            outcomes = stack.enter_context(recording(self._draws_of)) if self._draws_of is not None else []
+            outcomes = stack.enter_context(recording(self._model, self._draws_of)) if self._draws_of is not None else []
             value = loss_of(self._model(**given) if isinstance(given, dict) else self._model(*given), self._loss)
         self.drawn.setdefault(call, []).append(outcomes)
         return value
@@ -268,7 +244,7 @@ def _captured(
         what = "a batch twice as large" if index else "evaluation"
         other = copied(model)
         try:
-            found = capture(other if trains else other.eval(), batches[index], loss=loss, written=written)
+            found = with_seeds(capture(other if trains else other.eval(), batches[index], loss=loss, written=written))
         except CaptureError as error:
             notes.append(f"{what} is not compared, since it cannot be captured: {str(error).splitlines()[0]}")
             continue

@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import lift_to_float64, to_float64
 from autopar.copies import copied
-from autopar.reference import Errors, Original, Reference, errors_of, without_dropout
+from autopar.dropout import without_dropout
+from autopar.reference import Errors, Original, Reference, errors_of
 from autopar.verify_rank import Found
 
 __all__ = ["RUNS", "is_as_far", "move", "rounding_of"]
@@ -44,7 +45,7 @@ def _moved(ref: Reference, random: Generator) -> Errors:
     move(model, random)
     batches = tuple(pytree.tree_map_only(Tensor, lambda leaf: _input(leaf, random), batch) for batch in ref.batches)
     with lift_to_float64(), without_dropout():
-        original = Original(model, batches, ref.loss)
+        original = Original(model, batches, ref.loss, draws_of=ref.captured)
         losses = tuple(original.step(0, k) for k in range(len(ref.losses)))
         state, buffers = _cloned(model, ref.parameters), _cloned(model, ref.buffers)
         later = tuple(original.later(call) for call in ref.later)

@@ -17,10 +17,11 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import lift_to_float64, to_float64
 from autopar.compare import leaves, worst_leaf
+from autopar.dropout import without_dropout
 from autopar.errors import VerificationError
 from autopar.parallel import compile as compile_
 from autopar.planner import Pins, Plan
-from autopar.reference import as_float64, without_dropout
+from autopar.reference import as_float64
 from autopar.rounding import RUNS, is_as_far, move
 from autopar.run import WorkerPool
 from autopar.targets import load_object, load_target

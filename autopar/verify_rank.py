@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autopar.capture import float64_by_default, lift_to_float64
 from autopar.compare import digest
+from autopar.dropout import without_dropout
 from autopar.errors import PlanError
 from autopar.render import load
 from autopar.run import ParallelModule
@@ -91,7 +92,7 @@ class _Prepared:
 def train_on_rank(task: Task) -> Found:
     """In a worker: AdamW steps on the first batch, then the later calls."""
     torch.set_default_dtype(torch.float32)
-    with _in_float64(task):
+    with _as_lifted(task):
         module = ParallelModule(load(task.source), task.tensors)
         trainable = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE, eps=ADAM_EPS) if trainable else None
@@ -108,10 +109,17 @@ def train_on_rank(task: Task) -> Found:
     return Found(losses=tuple(losses), gradients=gradients, state=state, buffers=buffers, later=later, final=final, parts=parts)
 
 
-def _in_float64(task: Task) -> AbstractContextManager[None]:
-    """An emitted module names the dtypes that it computes in. Submodules that run as they are written do not know that they are lifted."""
+@contextlib.contextmanager
+def _as_lifted(task: Task) -> Iterator[None]:
+    """An emitted module names the dtypes that it computes in, and has no dropout. Submodules that run as they are written do not know that
+    they are lifted, and that the original has none."""
     held = [*task.tensors.values(), *(x for form in task.forms.values() for x in form.tensors.values())]
-    return lift_to_float64() if any(isinstance(x, Region) for x in held) else float64_by_default()
+    if any(isinstance(x, Region) for x in held):
+        with lift_to_float64(), without_dropout():
+            yield
+    else:
+        with float64_by_default():
+            yield
 
 
 def _step(

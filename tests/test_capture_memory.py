@@ -124,3 +124,12 @@ def test_what_differs_on_fewer_samples_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="random"):
         capture(Drawing(2), (torch.randn(8, 4),))
+
+
+def test_lists_that_modules_share_are_shared_in_float64_too() -> None:
+    held: Any = [torch.ones(2), {"kept": (torch.zeros(1),)}]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.held = model[0].held = held
+    to_float64(model)
+    assert model.held is model[0].held is held
+    assert held[0].dtype == held[1]["kept"][0].dtype == torch.float64

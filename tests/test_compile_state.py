@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import compiler
+from autopar.capture import capture
 from autopar.render import load
 from autopar.run import ParallelModule, WorkerPool
 from autopar.variants import tensors_of
@@ -133,19 +134,10 @@ class Writing(Net):
 
 
 def refusal(kind: str, pins: dict[str, Any]) -> str:
-    """What compiling says to a forward that counts its calls, one that writes to its input, and a loss over a list of parameters."""
-    inputs: tuple[Tensor, ...] = batch(0)
-    model: nn.Module = {"counting": Counting, "writing": Writing, "closure": Net}[kind]().double()
-    loss = None
-    if kind == "closure":
-        model, inputs = nn.Sequential(nn.Linear(WIDTH, 1)).double(), inputs[:1]
-        params = list(model.parameters())
-
-        def loss(out: Tensor) -> Tensor:
-            return out.sum() + sum(p.pow(2).sum() for p in params)  # type: ignore[return-value]
-
+    """What compiling says to a forward that counts its calls, and to one that writes to its input."""
+    model: nn.Module = {"counting": Counting, "writing": Writing}[kind]().double()
     try:
-        autopar.compile(model, 2, example_inputs=inputs, cluster="cpu", pins=pins, loss=loss)
+        autopar.compile(model, 2, example_inputs=batch(0), cluster="cpu", pins=pins)
     except autopar.CaptureError as e:
         return str(e)
     return "compiled"
@@ -156,21 +148,22 @@ def test_other_state_is_refused_on_every_rank(pair: WorkerPool, pins: dict[str, 
     refused = {
         "counting": "calls from list of 2 to list of 3",
         "writing": "writes to its input x",
-        "closure": "the parameter 0.weight that something else than the model holds",
     }
     for kind, says in refused.items():
         for said in pair.run(refusal, kind, pins, timeout_s=60):
             assert says in said
 
 
-def with_regularisation(pins: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def with_regularisation(pins: dict[str, Any], held: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """held: the loss reaches the parameters by a list that was made before compiling."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
+    params = list(model.parameters())
     weights = torch.linspace(0.5, 1.5, BATCH, dtype=torch.float64)[:, None]
     x = (batch(3)[0],)
 
     def loss(out: Tensor) -> Tensor:
-        return (out * weights).pow(2).mean() + 1e-2 * sum(p.pow(2).sum() for p in model.parameters())  # type: ignore[return-value]
+        return (out * weights).pow(2).mean() + 1e-2 * sum(p.pow(2).sum() for p in (params if held else model.parameters()))  # type: ignore[return-value]
 
     def losses_of(step: Any, module: nn.Module) -> list[float]:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -189,13 +182,34 @@ def with_regularisation(pins: dict[str, Any]) -> tuple[list[float], dict[str, Te
     return losses_of(parallel, parallel), parallel.full_state_dict()
 
 
+@pytest.mark.parametrize("held", [False, True], ids=["of the model", "of a list"])
 @pytest.mark.parametrize("pins", PLANS, ids=str)
-def test_a_loss_over_the_models_parameters_and_weights_of_samples(pair: WorkerPool, pins: dict[str, Any]) -> None:
-    losses, state = with_regularisation({})
-    for found, parallel_state in pair.run(with_regularisation, pins, timeout_s=60):
+def test_a_loss_over_the_models_parameters_and_weights_of_samples(pair: WorkerPool, pins: dict[str, Any], held: bool) -> None:
+    losses, state = with_regularisation({}, held)
+    for found, parallel_state in pair.run(with_regularisation, pins, held, timeout_s=60):
         assert found == pytest.approx(losses, rel=1e-9)
         for key, value in state.items():
             torch.testing.assert_close(parallel_state[key], value, rtol=1e-9, atol=1e-11)
+
+
+class Penalised(nn.Module):
+    """Adds a penalty on parameters that it holds in a list, as recommenders do; of one that is frozen by its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.last.weight.requires_grad_(False)
+        self.penalised = [(list(self.first.parameters()), 1e-2), ([self.last.weight], 1e-3)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.last(torch.tanh(self.first(x))).square().mean() + self.penalised[1][0][0].data.norm()
+        return loss + sum(by * w.square().sum() for weights, by in self.penalised for w in weights) + torch.cat(self.penalised[1][0]).sum()
+
+
+@pytest.mark.pure
+def test_parameters_in_a_list_of_the_models_are_its_own() -> None:
+    program = capture(Penalised(), (torch.randn(BATCH, WIDTH),)).program  # which compares loss and gradients
+    assert not program.buffers or all(b.fqn is not None for b in program.buffers)
 
 
 @pytest.mark.pure

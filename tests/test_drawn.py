@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import autopar
@@ -22,7 +23,7 @@ from autopar.run.launch import WorkerPool
 from autopar.run.region import REGION, Region
 from autopar.verify import reference, verify_plan
 from tests import drawing_models
-from tests.drawing_models import REFUSED, RUN, ByArray, ByTensor, batch, mask_of
+from tests.drawing_models import REFUSED, RUN, WIDTH, ByArray, ByTensor, batch, mask_of
 
 pytestmark = pytest.mark.gloo
 
@@ -172,9 +173,81 @@ def test_what_functions_draw_is_given_to_both_sides_of_a_verification(name: str,
         assert report.ok, report
 
 
-def test_what_a_submodule_draws_is_not_compared() -> None:
+class Stochastic(nn.Module):
+    """Chooses by values, so that no graph holds it, drops some, and draws, twice in a call, from all three generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(torch.tanh(self.layer(x)), 0.5)
+        noise = torch.rand_like(x) + random.random() + float(numpy.random.rand())  # noqa: NPY002
+        return x * noise if float(x.detach().sum()) > 0 else x * noise.square()
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.parts = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Stochastic() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) + torch.rand_like(x)
+        for part in self.parts:
+            x = part(part(x)) + torch.rand_like(x)
+        return x.square().mean()
+
+
+class WithDropout(nn.Module):
+    """A part that runs as it is written, and whose dropout alone is random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.part, self.last = nn.Linear(WIDTH, WIDTH), Thresholded(), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.last(self.part(self.first(x))).square().mean()
+
+
+class Thresholded(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.5) if float(x.detach().abs().sum()) > 0 else x
+
+
+@pytest.mark.parametrize("model", [RUN["BySubmodule"], Chain, WithDropout], ids=lambda kind: kind.__name__)
+def test_what_submodules_draw_begins_from_one_seed_on_both_sides_of_a_verification(model: type[nn.Module], pair: WorkerPool) -> None:
+    ref = reference(model(), batch(), steps=2)
+    assert [op for op in ref.captured.program.ops if op.target == REGION]
+    for pins in ({"dp": 2}, {"tp": 2}, {"pp": 2}):
+        report = verify_plan(ref, plan_of(ref.captured, 2, cluster="cpu", pins=pins), pair, timeout_s=120)
+        assert report.ok, report
+
+
+class Dropping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.kept = torch.rand_like(x) > 0.5
+        return x * ctx.kept
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return 3 * grads[0] * ctx.kept
+
+
+class OfAFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return Dropping.apply(self.layer(x)).square().mean()  # type: ignore[no-untyped-call]
+
+
+def test_what_an_autograd_function_draws_is_not_compared() -> None:
     with pytest.raises(UnsupportedOp, match="draws random numbers inside of autopar.L.region"):
-        reference(RUN["BySubmodule"](), batch())
+        reference(OfAFunction(), batch())
 
 
 def test_a_function_that_takes_values_is_a_region_before_the_submodule_around_it() -> None:

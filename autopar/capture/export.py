@@ -96,7 +96,7 @@ class Step(nn.Module):
         real: dict[Leaf, torch.Tensor] = dict((*model.named_parameters(), *model.named_buffers(), *given_by(inputs).items()))
         real |= values()
         self.tape = tape = Tape(real if answers else {}, sizes=sizes, numbers=numbers)
-        self.border = AtTheBorder({id(p): name for name, p in model.named_parameters()}, ask, tape, varies=bool(varying))
+        self.border = AtTheBorder(model, ask, tape, varies=bool(varying))
         for place, value in enumerate(varying.values() if varying else ()):
             self.register_buffer(number_name(place), as_tensor(value), persistent=False)
 

@@ -182,12 +182,13 @@ class AtTheBorder(TorchFunctionMode):
     lines that did.
     """
 
-    def __init__(self, names: Mapping[int, str], ask: Ask, tape: Tape, *, varies: bool = False) -> None:
-        """names: of the model's parameters, by id. ask: has a program ask for a value in every step. tape: tells what the state alone
+    def __init__(self, model: nn.Module, ask: Ask, tape: Tape, *, varies: bool = False) -> None:
+        """model: before it is traced. ask: has a program ask for a value in every step. tape: tells what the state alone
         decides. varies: numbers are inputs of the program."""
         super().__init__()
         self._varies = varies
-        self._names, self._ask, self._tape = names, ask, tape
+        self._model, self._names = model, {id(p): name for name, p in model.named_parameters()}
+        self._ask, self._tape = ask, tape
         self.differentiates = self.shows = ""
         self.asked: list[tuple[str, torch.Tensor]] = []
         self.numbers = Numbers()
@@ -197,7 +198,7 @@ class AtTheBorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = self._traced(args), {k: self._traced(x) for k, x in kwargs.items()} if kwargs else {}
         if self._varies:
             func, args, kwargs = in_torch(func, args, kwargs)
         if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
@@ -294,6 +295,15 @@ class AtTheBorder(TorchFunctionMode):
         self._tape.after(call, alias)
         return alias
 
+    def _traced(self, given: Any) -> Any:
+        """What a function is given, in which a parameter of the model that a list or a closure holds is what stands for it in the trace."""
+        if type(given) in (tuple, list) and any(id(x) in self._names or type(x) in (tuple, list) for x in given):
+            return type(given)(self._traced(x) for x in given)
+        if id(given) not in self._names:
+            return given
+        path, _, name = self._names[id(given)].rpartition(".")
+        return self._model.get_submodule(path)._parameters.get(name, given)
+
     def _refuse(self, tensor: torch.Tensor) -> None:
         if torch._C._functorch.is_gradtrackingtensor(tensor):
             raise CaptureError(
@@ -302,9 +312,9 @@ class AtTheBorder(TorchFunctionMode):
             )
         if id(tensor) in self._names:
             raise CaptureError(
-                f"the code uses the parameter {self._names[id(tensor)]} that something else than the model holds (a list or a closure "
-                f"made before compiling): it would be a constant\n  at {running_line()}\n  what to do: reach it through the model inside "
-                f"the function, as with model.parameters() or model.get_parameter(...)"
+                f"the code uses the parameter {self._names[id(tensor)]} by another way than the model's own attributes: it would be a "
+                f"constant\n  at {running_line()}\n  what to do: reach it through the model inside the function, as with "
+                f"model.parameters() or model.get_parameter(...)"
             )
         if torch.is_grad_enabled():
             kind = "a parameter" if isinstance(tensor, nn.Parameter) else "a tensor that requires a gradient"

@@ -184,8 +184,8 @@ _Shared = Mapping[object, torch.Tensor]
 
 
 def _held_in_float64(value: Any, shared: _Shared) -> Any:
-    """What a module holds with its tensors in float64, those in lists, tuples and dicts too; itself if there are none. shared: the
-    parameters, by where they lay."""
+    """What a module holds with its tensors in float64, those in lists, tuples and dicts too; itself if there are none. Lists and dicts are
+    changed: modules may share them. shared: the parameters, by where they lay."""
     if isinstance(value, torch.Tensor):
         parameter = None if value.requires_grad else shared.get(_place(value))
         return value if value.requires_grad else in_float64(value) if parameter is None else parameter.detach()
@@ -195,7 +195,13 @@ def _held_in_float64(value: Any, shared: _Shared) -> Any:
     found = [_held_in_float64(item, shared) for item in items]
     if all(a is b for a, b in zip(items, found, strict=True)):
         return value
-    return dict(zip(value, found, strict=True)) if type(value) is dict else type(value)(found)
+    if type(value) is tuple:
+        return tuple(found)
+    if type(value) is dict:
+        value.update(zip(value, found, strict=True))
+    else:
+        value[:] = found
+    return value
 
 
 def _place(t: torch.Tensor) -> object:

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["alike", "kept", "seed", "states"]
+from autopar import generators
+
+__all__ = ["alike", "from_seed", "kept", "seed", "states"]
 
 
 @contextlib.contextmanager
@@ -43,6 +45,15 @@ def _of_numpy(numpy: Any) -> object:
         return None
     name, keys, position, *rest = numpy.random.get_state()
     return name, keys.tobytes(), position, tuple(rest)
+
+
+@contextlib.contextmanager
+def from_seed(number: int) -> Iterator[None]:
+    """Inside, both and torch's own generators begin at a number below 2^32; afterwards they go on as if nothing had been drawn."""
+    with kept(), generators.kept():
+        torch.manual_seed(number)
+        seed(number)
+        yield
 
 
 @contextlib.contextmanager

@@ -56,7 +56,8 @@ class Region:
     it is given where autograd does not see it (a kernel's); private_gradients: so is its backward. upstream: of each tensor that it is
     given, the parameters of the model and the regions, by handle, from which operators alone lead there. outside: it draws from the
     generators of Python or numpy; alike: these follow torch's then, as they must where several ranks run it. place: where the results of
-    one that is given no tensor are put; None: where they are.
+    one that is given no tensor are put; None: where they are. seed: from which it draws, torch's numbers too, where it is compared; None:
+    it draws what comes.
 
     It stands where the tensors of constants do, and so has what is asked of these: a device, and copies, which are itself."""
 
@@ -75,6 +76,7 @@ class Region:
     outside: bool = False
     alike: bool = False
     place: torch.device | None = None
+    seed: int | None = None
     reached: set[str] = field(default_factory=set)  # of the step that runs: what a gradient has come to, as of `notes`
 
     device = torch.device("cpu")
@@ -127,7 +129,7 @@ class Region:
             noted = {f"module.{name}": self._noted(t, f"{self.handle}.{name}") for name, t in named if name in self._places}
             noted = _with_attributes(noted, self.module)
             with (
-                outside_draws.alike() if self.alike else contextlib.nullcontext(),
+                self._drawing(),
                 under(self.autocast), without_checkpointing(), without_key_value_cache(self.module), as_one_process(), with_graphs(),
             ):  # fmt: skip
                 returned = functional_call(_Forward(self.module), noted, args, kwargs, tie_weights=False)  # each name is in the state
@@ -140,6 +142,11 @@ class Region:
         if self.place is not None and not tensors and not state:
             found = (x.to(self.place) for x in found)
         return tuple(x.clone() if x.untyped_storage()._cdata in operands else x for x in found)
+
+    def _drawing(self) -> contextlib.AbstractContextManager[None]:
+        if self.seed is not None:
+            return outside_draws.from_seed(self.seed)
+        return outside_draws.alike() if self.alike else contextlib.nullcontext()
 
     def _noted(self, t: Tensor, name: str) -> Tensor:
         if not t.requires_grad or not torch.is_grad_enabled():
