@@ -28,6 +28,7 @@ from autopar.capture.causal import with_known_masks
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
 from autopar.capture.drawn import Drawing, drawing
+from autopar.capture.export import FAILURES
 from autopar.capture.fewer import TooMuchWork, captured_and_compared
 from autopar.capture.flops import work_of
 from autopar.capture.functionalize import functionalize
@@ -224,11 +225,11 @@ def _captured_and_checked(
                 raise
             return once(example, most=most, as_written=own)
         except DrawsOutside as error:
-            with computing_in(dtype, model):
-                drawn = drawing(model, loss, inputs_in(dtype, example))
             try:
+                with computing_in(dtype, model):
+                    drawn = drawing(model, loss, inputs_in(dtype, example))
                 return once(example, most=most, drawn=drawn)
-            except CaptureError as other:
+            except FAILURES as other:  # of the model too, which may be too large
                 raise DrawsOutside(f"{error}{other}" if isinstance(other, NotAsWritten) else str(error)) from other
 
     def captured_with_what_is_left(example: Inputs, most: float) -> Captured:
