@@ -229,7 +229,7 @@ def _captured_and_checked(
                 with computing_in(dtype, model):
                     drawn = drawing(model, loss, inputs_in(dtype, example))
                 return once(example, most=most, drawn=drawn)
-            except FAILURES as other:  # of the model too, which may be too large
+            except (CaptureError, *FAILURES) as other:  # of the model too, which may be too large
                 raise DrawsOutside(f"{error}{other}" if isinstance(other, NotAsWritten) else str(error)) from other
 
     def captured_with_what_is_left(example: Inputs, most: float) -> Captured:
