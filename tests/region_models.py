@@ -225,13 +225,13 @@ class Holding(nn.Module):
 
 
 class Counting(nn.Module):
-    """A region that would change a buffer."""
+    """A region that would count in an attribute."""
 
     class Count(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Linear(4, 4)
-            self.register_buffer("seen", torch.zeros(()))
+            self.seen = 0
 
         def forward(self, x: Tensor) -> Tensor:
             rows = (x[:, 0] > 0).nonzero()[:, 0]

@@ -97,7 +97,7 @@ def test_split_by_samples_where_that_is_the_same() -> None:
 def test_what_cannot_be_a_region_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"x\[0, 0\] > 0"):
         capture(m.Cut(), (torch.randn(8, 4),))
-    with pytest.raises(CaptureError, match=r"self.seen(.|\n)*count cannot be run as it is written .*: it changes its tensor seen"):
+    with pytest.raises(CaptureError, match=r"self.seen(.|\n)*count cannot be run as it is written .*: it changes the attribute seen"):
         capture(m.Counting(), (torch.randn(8, 4),))
     with pytest.raises(CaptureError, match=r"inner cannot be run as it is written .*: it reads table.weight, which is not its own"):
         capture(m.Holding(), (torch.randn(8, 4),))

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -105,6 +106,7 @@ def observed(
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     copies = tuple(t.detach().clone() for t in given)
     held_before = _held(module, given, own)
+    before = {name: t.detach().clone() for name, t in module.named_buffers() if not t.is_meta}
     random, random_outside = generators.states(), outside_draws.states()
     held = {storage_of(t) for t in own.values()}
     known = held | {storage_of(t) for t in given}
@@ -136,8 +138,10 @@ def observed(
         return output, f"it returns {beside}, which a graph would hold as it was in one call: let it return tensors"
     results = tuple(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
     held_after = _held(module, given, own)
-    if changed := next((name for name in {**held_before, **held_after} if held_before.get(name) != held_after.get(name)), ""):
-        return output, f"it changes {changed}"
+    changed = [name for name in {**held_before, **held_after} if held_before.get(name) != held_after.get(name)]
+    writes = _written_buffers(module, changed, before)
+    if other := next((name for name in changed if name not in writes), ""):
+        return output, f"it changes {other}"
     if handed and isinstance(module, Drawn):
         return output, f"it draws random numbers, and is given {handed[0]}"
     if handed:
@@ -149,10 +153,12 @@ def observed(
         return output, "it does not take and return dense tensors"
     if any(storage_of(t) in held for t in results):
         return output, "what it returns shares memory with its parameters or buffers"
+    results = (*results, *(own[name].detach().clone() for name in writes.values()))
     draws = drawn_outside or not generators.same(random)
     region = Region(
         path=path, module=module, state=tuple(own), arguments=pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs)),
         modes=tuple(m.training for m in module.modules()), autocast=ambient(), outside=drawn_outside,
+        writes=tuple(writes.values()),
     )  # fmt: skip
     structure = pytree.tree_map_only(Tensor, lambda t: torch.empty(0, device="cpu"), output)
     call = Call(
@@ -196,6 +202,20 @@ def _tried(
     if steady and not rows and not hooks and isinstance(region.module, Applied):
         region, rows = as_terms(region, given, results, draws=draws)
     return _Trial(steady, () if leaves else rows, linear, private, private_gradients, region.module)
+
+
+def _written_buffers(module: nn.Module, changed: Sequence[str], before: Mapping[str, Tensor]) -> dict[str, str]:
+    """The buffers of its own, and of no second name, that a module changes: as `_held` names them, their names. before: their values;
+    running statistics change without a further version."""
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    count = Counter(storage_of(t) for t in (*buffers.values(), *module.parameters()))
+    alone = {name: t for name, t in buffers.items() if count[storage_of(t)] == 1}
+    now = [name for name, t in alone.items() if f"its tensor {name}" in changed or (name in before and not _equal(t, before[name]))]
+    return {f"its tensor {name}": name for name in now}
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _steady_in_other_draws(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], results: Sequence[Tensor]) -> bool:

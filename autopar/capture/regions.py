@@ -373,7 +373,12 @@ class Regions:
             results = torch.ops.autopar_region.call(f"{path}@{index}", tensors, len(call.results))
             if isinstance(call.region.module, Terms) and call.region.module.weight is not None:
                 results = [r / call.region.module.weight.of(tensors) for r in results]
-            return as_returned(call.region.module, call.structure, results)
+            made = len(results) - len(call.region.writes)
+            for name, new in zip(call.region.writes, results[made:], strict=True):
+                at, _, leaf = within(path, name).rpartition(".")
+                with torch.no_grad():
+                    getattr(self.model.get_submodule(at), leaf).copy_(new)
+            return as_returned(call.region.module, call.structure, results[:made])
 
         def replaced(path: str) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:

@@ -57,7 +57,7 @@ class Region:
     given, the parameters of the model and the regions, by handle, from which operators alone lead there. outside: it draws from the
     generators of Python or numpy; alike: these follow torch's then, as they must where several ranks run it. place: where the results of
     one that is given no tensor are put; None: where they are. seed: from which it draws, torch's numbers too, where it is compared; None:
-    it draws what comes.
+    it draws what comes. writes: the names of those of its buffers that it changes: it is given copies, which it returns behind its results.
 
     It stands where the tensors of constants do, and so has what is asked of these: a device, and copies, which are itself."""
 
@@ -77,6 +77,7 @@ class Region:
     alike: bool = False
     place: torch.device | None = None
     seed: int | None = None
+    writes: tuple[str, ...] = ()
     reached: set[str] = field(default_factory=set)  # of the step that runs: what a gradient has come to, as of `notes`
 
     device = torch.device("cpu")
@@ -113,7 +114,8 @@ class Region:
         return self
 
     def __call__(self, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors that the forward returns, in order, in memory of their own: of what is a view of an operand, a copy."""
+        """The tensors that the forward returns, in order, in memory of their own: of what is a view of an operand, a copy. Then what it
+        makes of buffers."""
         operands = {t.untyped_storage()._cdata for t in tensors}
         leaves, spec = pytree.tree_flatten(self.arguments)
         if self.private:
@@ -125,7 +127,8 @@ class Region:
         for m, mode in zip(modules, self.modes, strict=True):
             m.training = mode
         try:
-            named = zip(self.state, state, strict=True)
+            written = {name: t.clone() for name, t in zip(self.state, state, strict=True) if name in self.writes}
+            named = [(name, written.get(name, t)) for name, t in zip(self.state, state, strict=True)]
             noted = {f"module.{name}": self._noted(t, f"{self.handle}.{name}") for name, t in named if name in self._places}
             noted = _with_attributes(noted, self.module)
             with (
@@ -138,9 +141,9 @@ class Region:
                 m.training = mode
                 if isinstance(m, nn.RNNBase):
                     _let_go(m)
-        found = (x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor))
+        found = [*(x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor)), *(written[name] for name in self.writes)]
         if self.place is not None and not tensors and not state:
-            found = (x.to(self.place) for x in found)
+            found = [x.to(self.place) for x in found]
         return tuple(x.clone() if x.untyped_storage()._cdata in operands else x for x in found)
 
     def _drawing(self) -> contextlib.AbstractContextManager[None]:
