@@ -104,20 +104,22 @@ class Writes(nn.Module):
         self.layer, self.row = nn.Linear(6, 6), nn.Parameter(torch.randn(6))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        a, b, c, d, e = (self.layer(x) for _ in range(5))
+        a, b, c, d, e, f = (self.layer(x) for _ in range(6))
         a[mask] = self.row
         b[mask] = self.row[None]
         c[:, mask[0]] = self.row[:1]
         d[mask[:, 0]] = x[0]
         e[mask[:, 0]] = e[0] * 2
-        return (a * b + c * d + e.square()).sum()
+        f[mask[:, 1]] = x[:2]  # a row for each, which is no choice by element
+        return (a * b + c * d + e.square() * f).sum()
 
 
 def test_masks_of_all_kinds_are_written() -> None:
     torch.manual_seed(0)
-    given = {"x": torch.randn(4, 3, 6), "mask": torch.rand(4, 3) > 0.5}
+    given = {"x": torch.randn(4, 3, 6), "mask": torch.tensor([[1, 1, 0], [0, 0, 1], [1, 1, 1], [0, 0, 0]]).bool()}
     program = capture(Writes(), given).program  # which compares losses and gradients
     assert sum(op.target == "aten.where.self" for op in program.ops) == 5
+    assert sum(op.target == "aten.index_put.default" for op in program.ops) == 1
 
 
 def trained(name: str, pins: dict[str, Any], gpus: int, seed: int) -> tuple[list[float], float, float]:
