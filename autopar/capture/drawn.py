@@ -4,6 +4,7 @@ do submodules that draw them in their own code."""
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,8 @@ def drawing(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inpu
     modules: dict[str, str] = {}
     functions: set[tuple[str, FunctionType]] = set()
 
-    def note(frame: FrameType | None) -> None:
+    def note(drew: FrameType, line: int) -> None:
+        frame: FrameType | None = drew
         between = list[FrameType]()  # the code of the module, and what draws
         while frame is not None and id(module_of(frame)) not in paths:
             between.append(frame)
@@ -52,7 +54,7 @@ def drawing(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inpu
         path = paths[id(module_of(frame))]
         function = next((found for outer in reversed(between) if (found := _function_of(outer)) is not None), None)
         if function is None:
-            modules.setdefault(path, frame_line(frame))
+            modules.setdefault(path, frame_line(frame, line if frame is drew else frame.f_lineno))
         else:
             functions.add((path, function))
 
@@ -65,30 +67,37 @@ def drawing(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inpu
 
 
 @contextlib.contextmanager
-def _draws_told(tell: Callable[[FrameType | None], None]) -> Iterator[None]:
-    """Inside, `tell` is given the frame of each function of Python that has drawn, itself or by functions of C."""
+def _draws_told(tell: Callable[[FrameType, int], None]) -> Iterator[None]:
+    """Inside, `tell` is given the frame, and its line, of each function that has drawn, itself or by functions of a library."""
     before = outside_draws.states()
+    lines: dict[FrameType, int] = {}  # at which each that runs was last seen
 
-    def changed() -> bool:
+    def watch(frame: FrameType, event: str, _: object) -> Any:
         nonlocal before
+        if in_library(frame.f_code.co_filename) or frame.f_code.co_filename in _DRAW:
+            return None
         now = outside_draws.states()
-        if now == before:
-            return False
-        before = now
-        return True
+        if now != before:
+            before, by = now, frame.f_back if event == "call" else frame
+            while by is not None and by not in lines:  # of a library, through which it calls
+                by = by.f_back
+            if by is not None:
+                tell(by, lines[by])
+        lines[frame] = frame.f_lineno
+        if event == "return":
+            del lines[frame]
+        return watch
 
-    def watch(frame: FrameType, event: str, _: object) -> None:
-        if event == "return" and changed():
-            tell(frame)
-        elif event == "call" and changed():
-            tell(frame.f_back)
-
-    profile = sys.getprofile()
-    sys.setprofile(watch)
+    traced = sys.gettrace()
+    sys.settrace(watch)
     try:
         yield
     finally:
-        sys.setprofile(profile)
+        sys.settrace(traced)
+        lines.clear()
+
+
+_DRAW = frozenset({random.__file__})
 
 
 def _function_of(frame: FrameType) -> FunctionType | None:

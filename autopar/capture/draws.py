@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from autopar import generators
 from autopar.run import outside_draws
 
-__all__ = ["OTHER_DRAWS", "drawn_outside", "other_draws", "seeded"]
+__all__ = ["OTHER_DRAWS", "drawn_outside", "seeded"]
 
 
 @contextlib.contextmanager
@@ -39,12 +38,3 @@ LOWEST, HIGHEST = 0, 0x12DD9BB3  # words of the state of a Mersenne twister, whi
 OTHER_DRAWS = tuple((*(word,) * 500, *range(1, 125)) for word in (LOWEST, HIGHEST))  # then others: loops that wait for a number end
 OTHER_DRAWS += tuple((*random.Random(seed).getstate()[1][1:624], 0) for seed in range(101, 109))  # their first words are all the same
 
-
-@contextlib.contextmanager
-def other_draws(words: tuple[int, ...]) -> Iterator[None]:
-    """Inside, Python's and numpy's global generators have this state."""
-    with outside_draws.kept():
-        random.setstate((3, (*words, 0), None))
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.set_state(("MT19937", numpy.array(words, dtype=numpy.uint32), 0, 0, 0.0))
-        yield

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from autopar import generators
 from autopar.capture.applied import Function, applied_by, hooks_told, only_computes
-from autopar.capture.draws import OTHER_DRAWS, other_draws
+from autopar.capture.draws import OTHER_DRAWS
 from autopar.capture.export import FAILURES
 from autopar.capture.flops import CountedFlops
 from autopar.capture.follow import storage_of
@@ -37,6 +37,7 @@ from autopar.run.saved import Kept
 
 __all__ = ["Pass", "ReadsValues", "observed"]
 
+STATES = 4  # of Python's and numpy's generators in which a region is tried by samples: the lowest numbers, the highest, and two others
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -154,7 +155,8 @@ def observed(
     if any(storage_of(t) in held for t in results):
         return output, "what it returns shares memory with its parameters or buffers"
     results = (*results, *(own[name].detach().clone() for name in writes.values()))
-    draws = drawn_outside or not generators.same(random)
+    by_chance = not generators.same(random)  # of torch, which draws others of fewer samples
+    draws = drawn_outside or by_chance
     region = Region(
         path=path, module=module, state=tuple(own), arguments=pytree.tree_map_only(Tensor, lambda _: Place(), (args, kwargs)),
         modes=tuple(m.training for m in module.modules()), autocast=ambient(), outside=drawn_outside,
@@ -173,10 +175,11 @@ def observed(
             if small is None:
                 return output, "it lies on the meta device, and cannot be tried on small tensors of numbers: build the model with data"
             tried, made, draws = small
+            by_chance = draws
         alike = _alike(region, given, results) if isinstance(module, Applied) and not hooks else None
         trial = of.trials.get(alike) if alike is not None else None
         if trial is None:
-            trial = _tried(region, tried, tuple(own.values()), made, draws, own_backward, hooks)
+            trial = _tried(region, tried, tuple(own.values()), made, by_chance, own_backward, hooks)
         if alike is not None:
             of.trials[alike] = trial
     if not trial.steady:
@@ -192,11 +195,20 @@ def _tried(
     region: Region, given: Sequence[Tensor], state: tuple[Tensor, ...], results: Sequence[Tensor], draws: bool,
     own_backward: Sequence[object], hooks: Sequence[Callable[..., Any]],
 ) -> _Trial:  # fmt: skip
+    """draws: it draws from torch. What it draws from Python and numpy it may draw alike for all samples: it is tried in several states."""
+    if region.outside and region.seed is None:
+        states = [dataclasses.replace(region, seed=words) for words in OTHER_DRAWS[:STATES]]
+        trials = [_tried(each, given, state, results, draws, own_backward, hooks) for each in states]
+        steady = all(t.steady for t in trials) and _steady_in_other_draws(region, given, state, results)
+        rows = trials[0].rows if all(t.rows == trials[0].rows for t in trials) else ()
+        return _Trial(
+            steady=steady, rows=rows, linear=all(t.linear for t in trials), private=any(t.private for t in trials),
+            private_gradients=any(t.private_gradients for t in trials), module=trials[0].module,
+        )  # fmt: skip
     own = bool(own_backward or hooks)
     private, private_gradients = writes_unseen(region, given, state, draws=draws, own_backward=own)
     region = dataclasses.replace(region, private=private, private_gradients=private_gradients)
     steady, rows = works_by_samples(region, given, state, results, draws=draws, own_backward=own)
-    steady = steady and (not region.outside or _steady_in_other_draws(region, given, state, results))
     leaves = not all(map(only_computes, hooks))  # what is of all the gradient there is
     linear = not leaves and (not own or is_linear(region, given, state, draws=draws))
     if steady and not rows and not hooks and isinstance(region.module, Applied):
@@ -222,13 +234,13 @@ def _steady_in_other_draws(region: Region, given: Sequence[Tensor], state: Seque
     """Whether a region gives tensors of these shapes and dtypes, and no others beside them, whatever Python and numpy draw."""
     expected = [(r.shape, r.dtype) for r in results]
     for words in OTHER_DRAWS:
-        with other_draws(words), generators.kept(), torch.no_grad():
+        with torch.no_grad():
             try:
-                found = region(given, state)
+                found = dataclasses.replace(region, seed=words)(given, state)
             except FAILURES:
                 return False
-            if [(r.shape, r.dtype) for r in found] != expected:
-                return False
+        if [(r.shape, r.dtype) for r in found] != expected:
+            return False
     return True
 
 

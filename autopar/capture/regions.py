@@ -155,8 +155,10 @@ class Regions:
 
     def include_drawn(self, drawn: Drawing) -> bool:
         """Make regions of these submodules, and of the calls of these functions; whether all of them can be."""
-        if "" in drawn.modules or (drawn.modules and not self._has_data()):
+        if drawn.modules and not self._has_data():
             return False
+        if line := drawn.modules.get("", ""):
+            return self.include_model(line)
         self.drawing = drawn.functions
         place = next((p.device for p in self.model.parameters()), None)
         found: dict[str, list[Call]] = {}

@@ -38,12 +38,12 @@ def running_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and in_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else frame_line(frame)
+    return "" if frame is None else frame_line(frame, frame.f_lineno)
 
 
-def frame_line(frame: FrameType) -> str:
-    """The same of the line that a frame is at."""
-    return _text(frame.f_code.co_filename, frame.f_lineno)
+def frame_line(frame: FrameType, line: int) -> str:
+    """The same of a line of the code that runs in a frame."""
+    return _text(frame.f_code.co_filename, line)
 
 
 def module_of(frame: FrameType) -> nn.Module | None:

@@ -12,7 +12,7 @@ import torch
 
 from autopar import generators
 
-__all__ = ["alike", "from_seed", "kept", "seed", "states"]
+__all__ = ["alike", "from_seed", "from_words", "kept", "seed", "states"]
 
 
 @contextlib.contextmanager
@@ -53,6 +53,18 @@ def from_seed(number: int) -> Iterator[None]:
     with kept(), generators.kept():
         torch.manual_seed(number)
         seed(number)
+        yield
+
+
+@contextlib.contextmanager
+def from_words(words: tuple[int, ...]) -> Iterator[None]:
+    """Inside, both have this state, the 624 words of a Mersenne twister, and torch's own generators begin at 0; afterwards they go on as if
+    nothing had been drawn."""
+    with kept(), generators.kept():
+        torch.manual_seed(0)
+        random.setstate((3, (*words, 0), None))
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.set_state(("MT19937", numpy.array(words, dtype=numpy.uint32), 0, 0, 0.0))
         yield
 
 

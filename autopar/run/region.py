@@ -56,8 +56,9 @@ class Region:
     it is given where autograd does not see it (a kernel's); private_gradients: so is its backward. upstream: of each tensor that it is
     given, the parameters of the model and the regions, by handle, from which operators alone lead there. outside: it draws from the
     generators of Python or numpy; alike: these follow torch's then, as they must where several ranks run it. place: where the results of
-    one that is given no tensor are put; None: where they are. seed: from which it draws, torch's numbers too, where it is compared; None:
-    it draws what comes. writes: the names of those of its buffers that it changes: it is given copies, which it returns behind its results.
+    one that is given no tensor are put; None: where they are. seed: from which it draws, torch's numbers too, where it is compared: a
+    number, or the words of a state; None: it draws what comes. writes: the names of those of its buffers that it changes: it is given
+    copies, which it returns behind its results.
 
     It stands where the tensors of constants do, and so has what is asked of these: a device, and copies, which are itself."""
 
@@ -76,7 +77,7 @@ class Region:
     outside: bool = False
     alike: bool = False
     place: torch.device | None = None
-    seed: int | None = None
+    seed: int | tuple[int, ...] | None = None
     writes: tuple[str, ...] = ()
     reached: set[str] = field(default_factory=set)  # of the step that runs: what a gradient has come to, as of `notes`
 
@@ -147,6 +148,8 @@ class Region:
         return tuple(x.clone() if x.untyped_storage()._cdata in operands else x for x in found)
 
     def _drawing(self) -> contextlib.AbstractContextManager[None]:
+        if isinstance(self.seed, tuple):
+            return outside_draws.from_words(self.seed)
         if self.seed is not None:
             return outside_draws.from_seed(self.seed)
         return outside_draws.alike() if self.alike else contextlib.nullcontext()
