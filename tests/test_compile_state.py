@@ -206,6 +206,29 @@ class Penalised(nn.Module):
         return loss + sum(by * w.square().sum() for weights, by in self.penalised for w in weights) + torch.cat(self.penalised[1][0]).sum()
 
 
+def penalised(pins: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model, x = Penalised().double(), batch(0)[0]
+    step: Any = autopar.compile(model, gpus=2, example_inputs=(x,), cluster="cpu", pins=pins) if pins else model
+    optimizer, losses = torch.optim.SGD(step.parameters(), lr=0.1), []
+    for _ in range(3):
+        loss = step(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {k: v.detach().clone() for k, v in (step.full_state_dict() if pins else model.state_dict()).items()}
+
+
+@pytest.mark.parametrize("pins", PLANS, ids=str)
+def test_a_penalty_on_parameters_in_a_list(pair: WorkerPool, pins: dict[str, Any]) -> None:
+    losses, state = penalised({})
+    for found, parallel_state in pair.run(penalised, pins, timeout_s=60):
+        assert found == pytest.approx(losses, rel=1e-9)
+        for key, value in state.items():
+            torch.testing.assert_close(parallel_state[key], value, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.pure
 def test_parameters_in_a_list_of_the_models_are_its_own() -> None:
     program = capture(Penalised(), (torch.randn(BATCH, WIDTH),)).program  # which compares loss and gradients
