@@ -206,7 +206,8 @@ class Penalised(nn.Module):
         return loss + sum(by * w.square().sum() for weights, by in self.penalised for w in weights) + torch.cat(self.penalised[1][0]).sum()
 
 
-def run_with_a_penalty(pins: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def penalised(pins: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Called as the attribute that the forward reads: what this function uses of autopar is none of the forward's."""
     torch.manual_seed(0)
     model, x = Penalised().double(), batch(0)[0]
     step: Any = autopar.compile(model, gpus=2, example_inputs=(x,), cluster="cpu", pins=pins) if pins else model
@@ -222,8 +223,8 @@ def run_with_a_penalty(pins: dict[str, Any]) -> tuple[list[float], dict[str, Ten
 
 @pytest.mark.parametrize("pins", PLANS, ids=str)
 def test_a_penalty_on_parameters_in_a_list(pair: WorkerPool, pins: dict[str, Any]) -> None:
-    losses, state = run_with_a_penalty({})
-    for found, parallel_state in pair.run(run_with_a_penalty, pins, timeout_s=60):
+    losses, state = penalised({})
+    for found, parallel_state in pair.run(penalised, pins, timeout_s=60):
         assert found == pytest.approx(losses, rel=1e-9)
         for key, value in state.items():
             torch.testing.assert_close(parallel_state[key], value, rtol=1e-9, atol=1e-11)

@@ -21,7 +21,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "builtins"}
 _INSTALLED = {os.path.realpath(path) for path in site.getsitepackages()} | set(site.getsitepackages())
 # Whose code runs between the lines of the user's: asserts that pytest rewrites call it, and what a model holds in parts is of its classes.
-_APART = ("autopar.capture", "autopar.run", "pytest", "_pytest")
+_APART = ("autopar", "cost_models", "pytest", "_pytest")
 _FEW = 200
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _LOADS = frozenset(dis.opmap[n] for n in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_SUPER_ATTR") if n in dis.opmap)
