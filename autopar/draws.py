@@ -24,7 +24,7 @@ from autopar.capture.drawn import functions_replaced
 from autopar.capture.repeats import forwards_replaced
 from autopar.catalog.rule import draws
 from autopar.errors import UnsupportedOp
-from autopar.ir import Op, Program, Ref, refs
+from autopar.ir import Op, Program, refs
 from autopar.planner.moments import given
 from autopar.run.outside_draws import from_seed
 from autopar.run.region import REGION, Applied, Drawn, Region
@@ -106,13 +106,11 @@ def with_seeds(captured: Captured) -> Captured:
     tensors: dict[str, Any] = dict(captured.tensors)
     calls: Counter[str] = Counter()
     for op in captured.program.ops:
-        handle = op.args[0] if op.target == REGION else None
-        if not isinstance(handle, Ref):
+        if (region := _region_of(op, captured)) is None:
             continue
-        region: Region = tensors[handle.name]
         calls[region.path] += 1
         if draws(op) and not isinstance(region.module, Drawn | Applied):
-            tensors[handle.name] = dataclasses.replace(region, seed=_seed_of(region.path, calls[region.path]))
+            tensors[refs(op)[0]] = dataclasses.replace(region, seed=_seed_of(region.path, calls[region.path]))
     return dataclasses.replace(captured, tensors=tensors) if calls else captured
 
 
@@ -135,17 +133,20 @@ def drawn_names(captured: Captured) -> tuple[str, ...]:
     return tuple(o for op in drawing for o in op.outputs if o is not None)
 
 
+def _region_of(op: Op, captured: Captured) -> Region | None:
+    """What an operator runs as it is written, if it is one that does."""
+    region: Any = captured.tensors[refs(op)[0]] if op.target == REGION else None
+    return region if isinstance(region, Region) else None
+
+
 def _begins_from_a_seed(op: Op, captured: Captured) -> bool:
-    handle = op.args[0] if op.target == REGION else None
-    region: Any = captured.tensors[handle.name] if isinstance(handle, Ref) else None
-    return isinstance(region, Region) and region.seed is not None
+    region = _region_of(op, captured)
+    return region is not None and region.seed is not None
 
 
 def _gives_what_it_draws(op: Op, captured: Captured) -> bool:
-    handle = op.args[0] if op.target == REGION else None
-    if isinstance(handle, Ref):
-        region: Any = captured.tensors[handle.name]
-        return isinstance(region, Region) and isinstance(region.module, Drawn)
+    if (region := _region_of(op, captured)) is not None:
+        return isinstance(region.module, Drawn)
     return op.target.split(".")[1] in OUTCOMES.split()
 
 

@@ -31,7 +31,6 @@ def without_dropout() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch.object(F, name, same))
-            stack.enter_context(mock.patch.object(torch.nn.functional, name, same))
         stack.enter_context(mock.patch.object(torch, "dropout", same))
-        stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", plain))
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", plain))
         yield

@@ -6,7 +6,6 @@ since two ways to draw random numbers cannot be compared. Other random numbers a
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -117,7 +116,7 @@ def reference(
         forms, notes = _captured(model, batches, loss, wanted if later else (), captured)
         notes = (*_lower_precision(captured), *notes)
         calls = tuple(call for call in wanted if later and (call in forms or (call == (True, 0) and (True, 1) in forms)))
-        original = Original(model, batches, loss, draws_of=captured)
+        original = Original(model, batches, loss, captured)
         losses = []
         state = (*model.named_parameters(), *model.named_buffers())
         began = {name for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -171,12 +170,10 @@ def _not_a_number(model: nn.Module, odd: str, step: int, loss: float) -> str:
 
 class Original:
     """A model in training as it is written, with AdamW. gradients: of its first step. drawn: the random numbers of each call, as the
-    program that was captured takes them. draws_of: that."""
+    program that was captured takes them."""
 
-    def __init__(
-        self, model: nn.Module, batches: tuple[Any, ...], loss: Callable[[Any], Tensor] | None, *, draws_of: Captured | None = None
-    ) -> None:
-        self._model, self._batches, self._loss, self._draws_of = model, batches, loss, draws_of
+    def __init__(self, model: nn.Module, batches: tuple[Any, ...], loss: Callable[[Any], Tensor] | None, captured: Captured) -> None:
+        self._model, self._batches, self._loss, self._captured = model, batches, loss, captured
         self._modes = [(m, m.training) for m in model.modules()]
         self._optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, eps=ADAM_EPS)
         self.gradients: dict[str, Tensor] = {}
@@ -208,8 +205,7 @@ class Original:
 
     def _call(self, call: Call) -> Tensor:
         given = self._batches[call[1]]
-        with contextlib.ExitStack() as stack:
-            outcomes = stack.enter_context(recording(self._model, self._draws_of)) if self._draws_of is not None else []
+        with recording(self._model, self._captured) as outcomes:
             value = loss_of(self._model(**given) if isinstance(given, dict) else self._model(*given), self._loss)
         self.drawn.setdefault(call, []).append(outcomes)
         return value

@@ -45,7 +45,7 @@ def _moved(ref: Reference, random: Generator) -> Errors:
     move(model, random)
     batches = tuple(pytree.tree_map_only(Tensor, lambda leaf: _input(leaf, random), batch) for batch in ref.batches)
     with lift_to_float64(), without_dropout():
-        original = Original(model, batches, ref.loss, draws_of=ref.captured)
+        original = Original(model, batches, ref.loss, ref.captured)
         losses = tuple(original.step(0, k) for k in range(len(ref.losses)))
         state, buffers = _cloned(model, ref.parameters), _cloned(model, ref.buffers)
         later = tuple(original.later(call) for call in ref.later)

@@ -280,14 +280,14 @@ def _check_draws(
     def differs(words: tuple[int, ...]) -> bool:
         nonlocal plain
         if calls is not None:
-            with outside_draws.from_words(words):
+            with outside_draws.from_seed(words):
                 others = again()
             assert others is not None
             pairs = zip(others.calls, calls.calls, strict=True)
             return not all(all(map(_same_value, _values(one), _values(other))) for one, other in pairs)
         if plain is None:  # each call by itself, where `found` has one for many
             plain = flatten(model, traced(model, loss, copied(inputs), start, outputs=outputs).exported, start, none)
-        with outside_draws.from_words(words):
+        with outside_draws.from_seed(words):
             drawn = flatten(model, traced(model, loss, copied(inputs), start, outputs=outputs).exported, start, none)
         return [t.op for t in plain.ops] != [t.op for t in drawn.ops] or not _same_constants(plain, drawn)
 

@@ -27,7 +27,7 @@ from autopar.capture.flops import CountedFlops
 from autopar.capture.follow import storage_of
 from autopar.capture.hooked import Call, Outside
 from autopar.capture.repeats import forwards_replaced
-from autopar.capture.samples import is_linear, run_small, works_by_samples, writes_unseen
+from autopar.capture.samples import identical, is_linear, run_small, works_by_samples, writes_unseen
 from autopar.capture.terms import as_terms
 from autopar.run import outside_draws
 from autopar.run.autocast import ambient
@@ -222,12 +222,8 @@ def _written_buffers(module: nn.Module, changed: Sequence[str], before: Mapping[
     buffers = dict(module.named_buffers(remove_duplicate=False))
     count = Counter(storage_of(t) for t in (*buffers.values(), *module.parameters()))
     alone = {name: t for name, t in buffers.items() if count[storage_of(t)] == 1}
-    now = [name for name, t in alone.items() if f"its tensor {name}" in changed or (name in before and not _equal(t, before[name]))]
+    now = [name for name, t in alone.items() if f"its tensor {name}" in changed or (name in before and not identical(t, before[name]))]
     return {f"its tensor {name}": name for name in now}
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _steady_in_other_draws(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], results: Sequence[Tensor]) -> bool:

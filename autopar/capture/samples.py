@@ -21,8 +21,8 @@ from autopar.run.inputs import not_dense
 from autopar.run.region import Region
 
 __all__ = [
-    "FACTORS", "Ran", "Trial", "close", "differentiated", "gives_the_same", "is_linear", "parts_of", "run_small", "splits_of", "stand_ins",
-    "trial_of", "variations", "works_by_samples", "writes_unseen",
+    "FACTORS", "Ran", "Trial", "close", "differentiated", "gives_the_same", "identical", "is_linear", "parts_of", "run_small", "splits_of",
+    "stand_ins", "trial_of", "variations", "works_by_samples", "writes_unseen",
 ]  # fmt: skip
 
 TOLERANCE = 1e-10  # relative to the largest of what is compared
@@ -176,12 +176,13 @@ def writes_unseen(
         if own_backward and flowing and leaves:
             with contextlib.suppress(*REFUSALS):
                 torch.autograd.grad([found[k] for k in flowing], leaves, [grads[k] for k in flowing], allow_unused=True)
-    written = not all(_identical(a.detach(), b) for a, b in zip(operands, given, strict=True))
-    return written, not all(_identical(a, b) for a, b in zip(grads, before, strict=True))
+    written = not all(identical(a.detach(), b) for a, b in zip(operands, given, strict=True))
+    return written, not all(identical(a, b) for a, b in zip(grads, before, strict=True))
 
 
-def _identical(a: Tensor, b: Tensor) -> bool:
-    return bool(((a == b) | ((a != a) & (b != b))).all())
+def identical(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape and numbers, of which none need be one."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def gives_the_same(region: Region, other: Region, given: Sequence[Tensor], *, doubled: bool = True) -> bool:

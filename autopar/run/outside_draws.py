@@ -12,7 +12,7 @@ import torch
 
 from autopar import generators
 
-__all__ = ["alike", "from_seed", "from_words", "kept", "seed", "states"]
+__all__ = ["alike", "from_seed", "kept", "seed", "states"]
 
 
 @contextlib.contextmanager
@@ -28,11 +28,17 @@ def kept() -> Iterator[None]:
             numpy.random.set_state(array)
 
 
-def seed(number: int) -> None:
-    """Let both begin at a number below 2^32."""
-    random.seed(number)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(number)
+def seed(number: int | tuple[int, ...]) -> None:
+    """Let both begin at a number below 2^32, or in a state: the 624 words of a Mersenne twister."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(number, int):
+        random.seed(number)
+        if numpy is not None:
+            numpy.random.seed(number)
+        return
+    random.setstate((3, (*number, 0), None))
+    if numpy is not None:
+        numpy.random.set_state(("MT19937", numpy.array(number, dtype=numpy.uint32), 0, 0, 0.0))
 
 
 def states() -> tuple[object, object]:
@@ -48,23 +54,12 @@ def _of_numpy(numpy: Any) -> object:
 
 
 @contextlib.contextmanager
-def from_seed(number: int) -> Iterator[None]:
-    """Inside, both and torch's own generators begin at a number below 2^32; afterwards they go on as if nothing had been drawn."""
-    with kept(), generators.kept():
-        torch.manual_seed(number)
-        seed(number)
-        yield
-
-
-@contextlib.contextmanager
-def from_words(words: tuple[int, ...]) -> Iterator[None]:
-    """Inside, both have this state, the 624 words of a Mersenne twister, and torch's own generators begin at 0; afterwards they go on as if
+def from_seed(number: int | tuple[int, ...]) -> Iterator[None]:
+    """Inside, both begin as `seed` lets them, and torch's own generators at the number, or at 0 beside words; afterwards they go on as if
     nothing had been drawn."""
     with kept(), generators.kept():
-        torch.manual_seed(0)
-        random.setstate((3, (*words, 0), None))
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.set_state(("MT19937", numpy.array(words, dtype=numpy.uint32), 0, 0, 0.0))
+        torch.manual_seed(number if isinstance(number, int) else 0)
+        seed(number)
         yield
 
 

@@ -148,8 +148,6 @@ class Region:
         return tuple(x.clone() if x.untyped_storage()._cdata in operands else x for x in found)
 
     def _drawing(self) -> contextlib.AbstractContextManager[None]:
-        if isinstance(self.seed, tuple):
-            return outside_draws.from_words(self.seed)
         if self.seed is not None:
             return outside_draws.from_seed(self.seed)
         return outside_draws.alike() if self.alike else contextlib.nullcontext()
