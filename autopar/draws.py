@@ -27,7 +27,8 @@ from autopar.errors import UnsupportedOp
 from autopar.ir import Op, Program, refs
 from autopar.planner.moments import given
 from autopar.run.outside_draws import from_seed
-from autopar.run.region import REGION, Applied, Drawn, Region
+from autopar.run.region import REGION, Region
+from autopar.run.region_modules import Applied, Drawn
 
 __all__ = ["Recorder", "draws_given", "drawn_names", "recording", "with_seeds"]
 

@@ -19,8 +19,9 @@ from autopar.catalog import strategies_of
 from autopar.errors import CaptureError
 from autopar.ir import P, R, S
 from autopar.planner.shard import view_of
-from autopar.run.region import REGION, Applied, Place, Region, Terms, Weight
+from autopar.run.region import REGION, Place, Region
 from autopar.run.region import region as run
+from autopar.run.region_modules import Applied, Terms, Weight
 from benchmarks._traps_kit import batch
 from benchmarks.trap_programs import kernels as k
 from benchmarks.trap_programs.gradients import Adjoint, HalfAdjoint

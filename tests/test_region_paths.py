@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from autopar.capture import Captured, capture
 from autopar.ir import Program
 from autopar.region_paths import paths_of
-from autopar.run.region import Region, _reached
+from autopar.run.region import Region
+from autopar.run.unreached import _reached
 
 
 class Chosen(nn.Module):

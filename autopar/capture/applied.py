@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.run.alone import written
-from autopar.run.region import AsAutograd
+from autopar.run.region_modules import AsAutograd
 
 __all__ = ["Function", "Kept", "applied_by", "hooks_told", "keeping_what_runs_again", "only_computes", "traced_as_kept"]
 

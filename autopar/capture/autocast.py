@@ -15,7 +15,7 @@ from autopar.capture.casts import CAST, Casting
 from autopar.capture.export import quiet
 from autopar.capture.infer import Inference, Meta
 from autopar.capture.interpret import resolve, run_op
-from autopar.capture.regions import HOOK
+from autopar.capture.region_ops import HOOK
 from autopar.capture.trace import Trace, Traced
 from autopar.errors import CaptureError
 from autopar.ir import Op, Ref, map_refs, refs

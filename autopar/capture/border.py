@@ -22,13 +22,14 @@ from autopar.capture.answers import NONE, Answers
 from autopar.capture.around import as_called
 from autopar.capture.attributes import Asked, Attributes
 from autopar.capture.calls import Call, Calls, Inputs, call_twice, copied, refuse_changing
-from autopar.capture.draws import OTHER_DRAWS, drawn_outside, seeded
+from autopar.capture.draws import OTHER_DRAWS, drawn_outside
 from autopar.capture.export import FAILURES, HOOK, End, Step, as_exported, export, objective_of, own_gradients
 from autopar.capture.held import ABSENT, REGISTERED, Opaque, child, describe
 from autopar.capture.hidden import Hidden
 from autopar.capture.left import Left
 from autopar.capture.reach import LruCache
-from autopar.capture.regions import Regions, asked
+from autopar.capture.region_ops import asked
+from autopar.capture.regions import Regions
 from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten
 from autopar.capture.varying import Numbers
@@ -183,7 +184,7 @@ def _sets_up(model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: 
     in the next."""
     try:
         first = traced(model, loss, copied(inputs), start, outputs=outputs)
-        with seeded(0), torch.enable_grad(), as_exported():
+        with outside_draws.from_seed(0), torch.enable_grad(), as_exported():
             args, kwargs = copied(inputs)
             with as_called((args, kwargs)), contextlib.suppress(*FAILURES):  # it may ask for a value behind what it sets up
                 objective_of(model(*args, **kwargs), loss, outputs)

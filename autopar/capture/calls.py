@@ -24,7 +24,6 @@ from autopar.capture.answers import NONE, Answers
 from autopar.capture.appended import Appended, appended_between, only_appended_to
 from autopar.capture.around import as_called
 from autopar.capture.counted import counts_between, not_read, only_added_to
-from autopar.capture.draws import seeded
 from autopar.capture.export import FAILURES, left_at, objective_of
 from autopar.capture.follow import storage_of
 from autopar.capture.held import ABSENT, Opaque, Shape, same
@@ -38,6 +37,7 @@ from autopar.capture.state import Change, State
 from autopar.capture.varying import Numbers
 from autopar.errors import CaptureError, NumbersChange
 from autopar.run.outputs import Returned, dicts_given, taken_apart, written_into
+from autopar.run.outside_draws import from_seed
 from autopar.run.varying import NONE as NONE_VARIES
 from autopar.run.varying import Number, Varied
 
@@ -165,9 +165,9 @@ def call_twice(
             moving = _Writes(frozen) if frozen else contextlib.nullcontext()
             scaled = {}
             for scale in scales if compare else ():
-                with _own_errors(model, number), left_as_it_was(model, loss), seeded(number, outside=reseed):
+                with _own_errors(model, number), left_as_it_was(model, loss), from_seed(number, outside=reseed):
                     scaled[scale] = _scaled(model, loss, inputs, start, parameters, scale, outputs=outputs, leaves=leaves)
-            with _own_errors(model, number), torch.enable_grad(), seeded(number, outside=reseed):
+            with _own_errors(model, number), torch.enable_grad(), from_seed(number, outside=reseed):
                 wanted = (*parameters, *differentiated(given)) if compare else ()
                 dicts = dicts_given(*given)
                 before, versions = _marks(given), {name: p._version for name, p in model.named_parameters()}
@@ -283,7 +283,7 @@ def _called(model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs
     """What the model returns in a further call, which is differentiated too: its hooks run, and what is checkpointed runs again."""
     given = copied(inputs)
     wanted = *(p for p in model.parameters() if p.requires_grad), *differentiated(given)
-    with torch.enable_grad(), seeded(1), as_called(given, checkpointed=True):
+    with torch.enable_grad(), from_seed(1), as_called(given, checkpointed=True):
         output = model(*given[0], **given[1])
         result, _ = objective_of(output, loss, None)
         gradients_of(result, wanted)
@@ -328,7 +328,7 @@ def _computed(
         others = {name: b for name, b in held.items() if name not in paths}
         moving = [b for name, b in others.items() if not b.is_meta and not torch.equal(b, call.buffers[name])]
         watch = Followed([*pytree.tree_leaves(given), *(p for p in model.parameters() if p.requires_grad), *moving])
-        with torch.enable_grad(), seeded(0), watch, as_called(given):
+        with torch.enable_grad(), from_seed(0), watch, as_called(given):
             model(*given[0], **given[1])
         made = {**dict(model.named_buffers(remove_duplicate=False)), **frozen, **State.take(model, loss, start).tensors}
         return [path for path in paths if watch.has(made.get(path))]

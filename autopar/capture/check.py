@@ -9,12 +9,12 @@ import torch
 
 from autopar.capture.answers import NONE, Answers
 from autopar.capture.calls import Calls, gradients_of
-from autopar.capture.draws import seeded
 from autopar.capture.interpret import run_whole_program
 from autopar.capture.source import first_line
 from autopar.errors import CaptureError, NumbersChange, OtherGradients
 from autopar.ir import Program
 from autopar.run.outputs import Returned
+from autopar.run.outside_draws import from_seed
 from autopar.run.varying import NUMBERS, as_tensor
 
 __all__ = ["check_program", "trainable_tensors"]
@@ -62,10 +62,10 @@ def check_program(
         try:
             scaled = {}
             for scale in call.scaled:
-                with torch.enable_grad(), seeded(number):
+                with torch.enable_grad(), from_seed(number):
                     own = {value: tensor.clone() for value, tensor in state.items()}
                     scaled[scale] = gradients_of(run_whole_program(program, {**tensors, **inputs, **own})[0], list(leaves.values()), scale)
-            with torch.enable_grad(), seeded(number):
+            with torch.enable_grad(), from_seed(number):
                 found, *outputs = run_whole_program(program, dict(tensors) | dict(inputs) | state)
                 gradients = gradients_of(found, list(leaves.values()))
         except _FAILURES as e:

@@ -18,12 +18,12 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, copied, left_as_it_was
-from autopar.capture.draws import seeded
 from autopar.capture.export import objective_of
 from autopar.capture.own_gradients import below
 from autopar.capture.source import frame_line, in_library, module_of, paths_of
 from autopar.run import outside_draws
-from autopar.run.region import Drawn
+from autopar.run.outside_draws import from_seed
+from autopar.run.region_modules import Drawn
 
 __all__ = ["Array", "Drawing", "as_returned", "drawing", "functions_replaced"]
 
@@ -59,7 +59,7 @@ def drawing(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inpu
             functions.add((path, function))
 
     given = copied(inputs)
-    with left_as_it_was(model, loss), torch.enable_grad(), seeded(0), as_called(given), _draws_told(note):
+    with left_as_it_was(model, loss), torch.enable_grad(), from_seed(0), as_called(given), _draws_told(note):
         objective_of(model(*given[0], **given[1]), loss, None)
     outermost = {path: line for path, line in modules.items() if not below(path, modules)}
     outside = frozenset(function for path, function in functions if path not in outermost and not below(path, outermost))

@@ -1,4 +1,4 @@
-"""Random generators while the user's own code runs: the same draws in every run, and other ones, to see whether they matter."""
+"""The generators of Python and numpy while the user's own code runs: which were drawn from, and other draws, to see whether they matter."""
 
 from __future__ import annotations
 
@@ -6,22 +6,9 @@ import contextlib
 import random
 from collections.abc import Iterator
 
-import torch
-
-from autopar import generators
 from autopar.run import outside_draws
 
-__all__ = ["OTHER_DRAWS", "drawn_outside", "seeded"]
-
-
-@contextlib.contextmanager
-def seeded(seed: int, *, outside: bool = True) -> Iterator[None]:
-    """Every run inside draws the same random numbers; the random states are restored after it."""
-    with generators.kept(), outside_draws.kept():
-        torch.manual_seed(seed)
-        if outside:
-            outside_draws.seed(seed)
-        yield
+__all__ = ["OTHER_DRAWS", "drawn_outside"]
 
 
 @contextlib.contextmanager

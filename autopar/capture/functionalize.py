@@ -19,7 +19,7 @@ from autopar.capture.effects import EFFECTS, changed_in_place
 from autopar.capture.infer import Inference, Meta
 from autopar.capture.inplace import functional_target
 from autopar.capture.interpret import resolve
-from autopar.capture.regions import HOOK
+from autopar.capture.region_ops import HOOK
 from autopar.capture.trace import Trace, Traced
 from autopar.errors import CaptureError
 from autopar.ir import Arg, Buffer, Op, Param, Ref, map_refs, refs

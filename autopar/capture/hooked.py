@@ -22,7 +22,8 @@ from autopar.capture.samples import is_linear, works_by_samples
 from autopar.capture.source import first_line
 from autopar.errors import CaptureError
 from autopar.run.closed import closed_tensors, over_tensors
-from autopar.run.region import Hooked, Place, Region
+from autopar.run.region import Place, Region
+from autopar.run.region_modules import Hooked
 
 __all__ = ["IN_A_PART", "Call", "Outside", "hooked", "refuse_left"]
 

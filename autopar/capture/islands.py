@@ -25,7 +25,8 @@ from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs
 from autopar.capture.export import PREFIX
 from autopar.capture.island_writes import write_apart
-from autopar.capture.regions import Regions, is_static
+from autopar.capture.region_ops import is_static
+from autopar.capture.regions import Regions
 from autopar.capture.source import source_line
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from autopar.capture.export import FAILURES, as_exported, objective_of
 from autopar.capture.samples import gives_the_same, stand_ins
 from autopar.capture.source import first_line, module_of, paths_of, running_line
 from autopar.errors import CaptureError
-from autopar.run.region import Applied, AsAutograd, Place, Region
+from autopar.run.region import Place, Region
+from autopar.run.region_modules import Applied, AsAutograd
 
 __all__ = ["OwnGradients", "below", "innermost", "other_backward", "own_gradients", "runs_again", "without_values"]
 

@@ -85,7 +85,8 @@ from autopar.run.key_values import without_key_value_cache
 from autopar.run.objects import leaf_path
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
-from autopar.run.region import REGION, Applied, Region
+from autopar.run.region import REGION, Region
+from autopar.run.region_modules import Applied
 from autopar.run.varying import NO_NUMBERS, Varying
 
 __all__ = ["Captured", "capture"]

@@ -32,7 +32,8 @@ from autopar.capture.terms import as_terms
 from autopar.run import outside_draws
 from autopar.run.autocast import ambient
 from autopar.run.inputs import not_dense
-from autopar.run.region import Applied, Drawn, Place, Region, Terms, within
+from autopar.run.region import Place, Region, within
+from autopar.run.region_modules import Applied, Drawn, Terms
 from autopar.run.saved import Kept
 
 __all__ = ["Pass", "ReadsValues", "observed"]

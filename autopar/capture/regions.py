@@ -11,12 +11,12 @@ import contextlib
 import dataclasses
 import os
 import traceback
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from types import FrameType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, library, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar import generators
@@ -24,72 +24,63 @@ from autopar.capture.applied import Function, applied_by, hooks_told
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, left_as_it_was
 from autopar.capture.drawn import Drawing, as_returned, drawing, functions_replaced
-from autopar.capture.draws import seeded
 from autopar.capture.export import FAILURES, objective_of
 from autopar.capture.follow import storage_of
 from autopar.capture.hooked import IN_A_PART, Call, hooked
 from autopar.capture.own_gradients import OwnGradients, below, innermost, without_values
 from autopar.capture.reach import is_foreign
 from autopar.capture.region_calls import Pass, ReadsValues, observed
+from autopar.capture.region_ops import CONDITION, TRACED
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.source import first_line, in_library, module_of, paths_of, running_line
 from autopar.errors import CaptureError, DependsOnValues
 from autopar.run.closed import closed_tensors
-from autopar.run.condition import Condition
-from autopar.run.region import Applied, Drawn, Place, Region, Terms, within
+from autopar.run.outside_draws import from_seed
+from autopar.run.region import Place, within
+from autopar.run.region_modules import Applied, Drawn, Terms
 from autopar.run.saved import Kept
 
-__all__ = ["Call", "Regions", "asked", "is_static"]
+__all__ = ["Regions"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _AUTOPAR = os.path.dirname(os.path.dirname(__file__)) + os.sep
 MOST = 64  # exports that are tried
 
-_LIBRARY = library.Library("autopar_region", "DEF")
-_LIBRARY.define("call(str key, Tensor[] tensors, int results) -> Tensor[]")
-_LIBRARY.define("hook(str key, Tensor(a!) tensor, Tensor[] closed) -> ()")  # a trace sees it write to the activation, which is another then
-HOOK = "autopar_region.hook.default"
-_TRACED: dict[str, Call] = {}  # while a model is exported, and until its graph has been read
-_CONDITION = "condition_"
 
+class _Looked:
+    """Calls of functions that are looked at in one call of the model. found: those that can be regions, by path. lines: of all of them.
+    refused: why the others cannot be."""
 
-def _made(key: str, tensors: list[Tensor], results: int) -> list[Tensor]:
-    call = _TRACED[key]
-    like = next((t for t in tensors), torch.empty(0, device=call.region.place or "cpu"))
-    return [like.new_empty(tuple(r.shape), dtype=r.dtype) for r in call.results]
+    def __init__(self, of: Pass, around: Collection[str], refused: dict[str, str]) -> None:
+        self.of, self.around, self.refused = of, around, refused
+        self.found: dict[str, list[Call]] = {}
+        self.lines: dict[str, str] = {}
+        self._inside = False
 
+    def passes(self, path: str) -> bool:
+        """Whether a call runs unseen: inside of one that is looked at, and of other regions."""
+        return self._inside or below(path, self.around)
 
-def _registered(key: str, tensor: Tensor, closed: list[Tensor]) -> None:
-    pass
-
-
-library.register_fake("autopar_region::hook", _registered, lib=_LIBRARY)
-_LIBRARY.impl("hook", _registered, "CompositeExplicitAutograd")
-library.register_fake("autopar_region::call", _made, lib=_LIBRARY)
-_LIBRARY.impl("call", _made, "CompositeExplicitAutograd")
-
-
-def asked(value: Tensor, expected: bool, line: str, of: Tensor | None = None) -> Tensor:
-    """While a model is exported: a region that asks in every step whether a value is as expected; its result, True. of: bool[*], the
-    elements of which each must be so: those that are not are counted, which ranks do by their parts."""
-    key = f"{_CONDITION}{sum(k.startswith(_CONDITION) for k in _TRACED)}"
-    if of is not None:
-        value = (of.logical_not() if expected else of).sum()
-    module = Condition(expected, line, counts=of is not None)
-    region = Region(path=key, module=module, state=(), arguments=((Place(),), {}), modes=(True,))
-    _TRACED[f"{key}@0"] = Call(
-        region=region, arguments=(), results=(torch.empty((), dtype=torch.bool, device="cpu"),), structure=None, flops=0, saved=0,
-        draws=False, rows=(), line=line,
-    )  # fmt: skip
-    result: Tensor = torch.ops.autopar_region.call(f"{key}@0", [value.detach()], 1)[0]
-    return result
+    def at(self, path: str, module: nn.Module, args: Any, kwargs: Any, *, place: torch.device | None = None) -> Any:
+        """What the module returns. place: as of a region."""
+        self.lines[path], self._inside = running_line(), True
+        try:
+            output, call = observed(path, module, module.forward, args, kwargs, self.lines[path], self.of)
+        finally:
+            self._inside = False
+        if isinstance(call, str):
+            self.refused[path] = call
+        else:
+            region = dataclasses.replace(call.region, place=place)
+            self.found.setdefault(path, []).append(dataclasses.replace(call, region=region))
+        return output
 
 
 class Regions:
     """The regions of a model for one capture."""
 
     def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inputs) -> None:
-        _TRACED.clear()
+        TRACED.clear()
         self.model, self.loss, self.inputs = model, loss, inputs
         self.calls: dict[str, list[Call]] = {}
         self.functions: frozenset[Function] = frozenset()  # autograd functions whose calls are regions
@@ -161,38 +152,26 @@ class Regions:
             return self.include_model(line)
         self.drawing = drawn.functions
         place = next((p.device for p in self.model.parameters()), None)
-        found: dict[str, list[Call]] = {}
-        lines: dict[str, str] = {}
-        looking = False  # inside of one that is looked at nothing is
 
         def noted(function: FunctionType) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
-                nonlocal looking
                 path = self._path_of(function)
-                if looking or below(path, drawn.modules):
+                if looked.passes(path):
                     return function(*args, **kwargs)
-                lines[path], module, looking = running_line(), Drawn(function), True
-                try:
-                    _, seen = observed(path, module, module.forward, args, kwargs, lines[path], of)
-                    if not isinstance(seen, str):
-                        seen = dataclasses.replace(seen, region=dataclasses.replace(seen.region, place=place))
-                    self._note(path, seen, found)
-                finally:
-                    looking = False
+                looked.at(path, module := Drawn(function), args, kwargs, place=place)
                 return module.returned[0]
 
             return call
 
         try:
-            with Kept() as keeps:
-                of = Pass(self._names, keeps, self._trials)
+            with self._looked(drawn.modules) as looked:
                 self._call_model(functions_replaced({function: noted(function) for function in drawn.functions}))
         except FAILURES:  # of the model
             return False
-        around = {path.rpartition(".")[0]: lines[path] for path in self.refused if "." in path}
+        around = {path.rpartition(".")[0]: looked.lines[path] for path in self.refused if "." in path}
         self.refused = {path: why for path, why in self.refused.items() if "." not in path}
         modules = {**around, **drawn.modules}
-        self.calls |= {path: calls for path, calls in found.items() if not below(path, modules)}
+        self.calls |= {path: calls for path, calls in looked.found.items() if not below(path, modules)}
         for path, line in modules.items():
             self.calls = {p: calls for p, calls in self.calls.items() if not below(p, [path])} | self._run([path], line)
         return not self.refused and all(path in self.calls for path in modules)
@@ -245,46 +224,30 @@ class Regions:
     def _apply(self) -> dict[str, str]:
         """Keep the calls of the functions in a call of the model, but of those in other regions; the paths of functions that cannot be
         regions, and a line of each."""
-        lines: dict[str, str] = {}
-        found: dict[str, list[Call]] = {}
         self.calls = {path: calls for path, calls in self.calls.items() if not isinstance(calls[0].region.module, Applied)}
-        around = tuple(self.calls)
-        looking = False  # inside of one that is looked at nothing is
 
         def noted(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            nonlocal looking
-            if looking or cls not in self.functions:
+            if cls not in self.functions or looked.passes(path := self._path_of(cls)):
                 return apply(*args, **kwargs)
-            path, module = self._path_of(cls), Applied(cls)
-            if below(path, around):
-                return apply(*args, **kwargs)
-            lines[path], looking = running_line(), True
-            try:
-                output, call = observed(path, module, module.forward, args, kwargs, lines[path], of)
-            finally:
-                looking = False
-            self._note(path, call, found)
-            return output
+            return looked.at(path, Applied(cls), args, kwargs)
 
-        with Kept() as keeps:
-            of = Pass(self._names, keeps, self._trials)
+        with self._looked(self.calls) as looked:
             self._call_model(applied_by(noted))
-        self.calls |= {path: calls for path, calls in found.items() if path not in self.refused}
-        return {path: line for path, line in lines.items() if path in self.refused}
+        self.calls |= {path: calls for path, calls in looked.found.items() if path not in self.refused}
+        return {path: line for path, line in looked.lines.items() if path in self.refused}
+
+    @contextlib.contextmanager
+    def _looked(self, around: Iterable[str]) -> Iterator[_Looked]:
+        """Inside, calls of functions are looked at, but those in these submodules."""
+        with Kept() as keeps:
+            yield _Looked(Pass(self._names, keeps, self._trials), tuple(around), self.refused)
 
     def _call_model(self, watched: contextlib.AbstractContextManager[object]) -> None:
         """Call the model once on copies of its inputs, and leave it as it was."""
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), self.inputs)
-        with left_as_it_was(self.model, self.loss), watched, torch.enable_grad(), seeded(0), as_called((args, kwargs)):
+        with left_as_it_was(self.model, self.loss), watched, torch.enable_grad(), from_seed(0), as_called((args, kwargs)):
             with without_values(self.model, self.inputs):
                 objective_of(self.model(*args, **kwargs), self.loss, None)
-
-    def _note(self, path: str, call: Call | str, found: dict[str, list[Call]]) -> None:
-        """One of its calls, or why it cannot be a region."""
-        if isinstance(call, str):
-            self.refused[path] = call
-        else:
-            found.setdefault(path, []).append(call)
 
     def _path_of(self, function: type | FunctionType) -> str:
         """Where a function is in the model: below the submodule whose code calls it."""
@@ -322,7 +285,10 @@ class Regions:
         def watched(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 output, call = observed(path, module, forward, args, kwargs, line, of, mode)
-                self._note(path, call, found)
+                if isinstance(call, str):
+                    self.refused[path] = call
+                else:
+                    found.setdefault(path, []).append(call)
                 return output
 
             return run
@@ -412,9 +378,9 @@ class Regions:
 
         validated = torch.distributions.Distribution._validate_args
         torch.distributions.Distribution.set_default_validate_args(False)  # it asks values whether they are valid
-        _TRACED.clear()
-        _TRACED.update({f"{path}@{k}": call for path, calls in self.calls.items() for k, call in enumerate(calls)})
-        _TRACED.update({f"hook_{k}@0": call for k, call in enumerate(self.hooks)})
+        TRACED.clear()
+        TRACED.update({f"{path}@{k}": call for path, calls in self.calls.items() for k, call in enumerate(calls)})
+        TRACED.update({f"hook_{k}@0": call for k, call in enumerate(self.hooks)})
         try:
             with forwards_replaced(modules, self.model), applied_by(applied), functions, hooks_told(registered):
                 yield seen
@@ -423,11 +389,11 @@ class Regions:
 
     def call(self, key: str) -> Call:
         path, _, index = key.rpartition("@")
-        return self.calls[path][int(index)] if path in self.calls else _TRACED[key]
+        return self.calls[path][int(index)] if path in self.calls else TRACED[key]
 
     def notes(self) -> tuple[str, ...]:
         """What explain says of them."""
-        conditions = [call.line for key, call in _TRACED.items() if key.startswith(_CONDITION)]
+        conditions = [call.line for key, call in TRACED.items() if key.startswith(CONDITION)]
         made = [f"{line} is asked in every step, and raises" for line in dict.fromkeys(conditions)]
         for calls in (*self.calls.values(), *([call] for call in self.hooks)):
             how = "split by samples where the plan splits these" if all(c.rows for c in calls) else "whole on every rank"
@@ -461,8 +427,3 @@ def _line_of(error: BaseException | None) -> str:
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     own = [f for f in frames if not f.filename.startswith((_TORCH, _AUTOPAR, "<"))]
     return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}" if own else ""
-
-
-def is_static(tensor: Tensor) -> bool:
-    """Whether the sizes of a traced tensor are numbers."""
-    return all(isinstance(s, int) for s in (*tensor.shape, *tensor.stride()))

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, copied
-from autopar.capture.draws import seeded
 from autopar.capture.export import FAILURES, as_exported, objective_of, own_gradients
 from autopar.capture.state import Change, State
 from autopar.run.autocast import ambient
+from autopar.run.outside_draws import from_seed
 
 __all__ = ["Repeated", "forwards_replaced", "repeated", "type_of"]
 
@@ -168,7 +168,7 @@ def repeated(
         return run
 
     try:
-        with seeded(0), torch.enable_grad(), as_exported(), own_gradients() as unseen:
+        with from_seed(0), torch.enable_grad(), as_exported(), own_gradients() as unseen:
             with forwards_replaced({path: noted(path, m.forward, m) for path, m in model.named_modules() if path}, model), record:
                 args, kwargs = copied(inputs)
                 with as_called((args, kwargs)):

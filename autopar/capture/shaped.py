@@ -11,11 +11,11 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, copied, left_as_it_was
-from autopar.capture.draws import seeded
 from autopar.capture.export import objective_of
 from autopar.capture.made import holding, in_the_state
 from autopar.errors import BufferMade
 from autopar.ir import Program, refs
+from autopar.run.outside_draws import from_seed
 from autopar.run.precision import computing_in
 
 __all__ = ["as_a_call_leaves_it"]
@@ -65,7 +65,7 @@ def _made_by_a_call(model: nn.Module, loss: Loss, inputs: Inputs, *, otherwise: 
     """The buffers of no state_dict to which a call gives another shape or dtype, by name, and its loss. otherwise: with other values of
     the inputs and the parameters. The model is left as it was."""
     saved, before = in_the_state(model), dict(model.named_buffers(remove_duplicate=False))
-    with left_as_it_was(model, loss), seeded(0), torch.enable_grad(), as_called(inputs):
+    with left_as_it_was(model, loss), from_seed(0), torch.enable_grad(), as_called(inputs):
         args, kwargs = pytree.tree_map_only(Tensor, _other_values, inputs) if otherwise else copied(inputs)
         if otherwise:
             with torch.no_grad():

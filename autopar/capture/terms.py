@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from autopar import generators
 from autopar.capture.samples import FACTORS, Ran, Trial, close, differentiated, parts_of, splits_of, trial_of, variations
-from autopar.run.region import Applied, Region, Terms, Weight
+from autopar.run.region import Region
+from autopar.run.region_modules import Applied, Terms, Weight
 
 __all__ = ["as_terms"]
 

@@ -21,7 +21,8 @@ from autopar.capture.hooked import Call
 from autopar.capture.infer import Meta, meta_of
 from autopar.capture.instances import Instances, StandIns
 from autopar.capture.memory import OfParameters
-from autopar.capture.regions import HOOK, Regions, is_static
+from autopar.capture.region_ops import HOOK, is_static
+from autopar.capture.regions import Regions
 from autopar.capture.source import source_line
 from autopar.capture.state import State
 from autopar.capture.varying import Numbers
@@ -30,7 +31,8 @@ from autopar.ir import Arg, Buffer, Input, Op, Param, Ref
 from autopar.run.autocast import Autocast
 from autopar.run.condition import Condition
 from autopar.run.objects import leaf_path
-from autopar.run.region import REGION, Terms, within
+from autopar.run.region import REGION, within
+from autopar.run.region_modules import Terms
 from autopar.run.varying import NUMBERS
 
 __all__ = ["Names", "Trace", "Traced", "flatten"]

@@ -19,10 +19,11 @@ from autopar.run.broken_off import broken_off
 from autopar.run.form import Form
 from autopar.run.input_gradients import InputGradients
 from autopar.run.part import local
-from autopar.run.region import Region, without_unreached
+from autopar.run.region import Region
 from autopar.run.scaling import Scaling
 from autopar.run.schedule import OpenRun
 from autopar.run.tree import Tree
+from autopar.run.unreached import without_unreached
 from autopar.run.weights import Step
 
 __all__ = ["FUNCTIONS", "Backward"]

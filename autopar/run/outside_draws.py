@@ -54,12 +54,13 @@ def _of_numpy(numpy: Any) -> object:
 
 
 @contextlib.contextmanager
-def from_seed(number: int | tuple[int, ...]) -> Iterator[None]:
-    """Inside, both begin as `seed` lets them, and torch's own generators at the number, or at 0 beside words; afterwards they go on as if
-    nothing had been drawn."""
+def from_seed(number: int | tuple[int, ...], *, outside: bool = True) -> Iterator[None]:
+    """Inside, torch's own generators begin at the number, or at 0 beside words, and both of these as `seed` lets them (outside; else they
+    go on); afterwards all go on as if nothing had been drawn."""
     with kept(), generators.kept():
         torch.manual_seed(number if isinstance(number, int) else 0)
-        seed(number)
+        if outside:
+            seed(number)
         yield
 
 

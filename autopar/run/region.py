@@ -11,9 +11,8 @@ import functools
 import importlib.util
 import pickle
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,22 +21,18 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from autopar.errors import LaunchError
-from autopar.run import bags, comm, ctc, outside_draws  # noqa: F401  (regions may hold the operators that they register)
+from autopar.run import bags, ctc, outside_draws  # noqa: F401  (regions may hold the operators that they register)
 from autopar.run.alone import as_one_process
 from autopar.run.autocast import Autocast, under
 from autopar.run.checkpointed import without_checkpointing
-from autopar.run.closed import over_tensors
 from autopar.run.key_values import without_key_value_cache
-from autopar.run.manifest import Manifest, ParamSpec
-from autopar.run.mesh import Axis
+from autopar.run.manifest import Manifest
 from autopar.run.parametrized import class_of, pickled
 from autopar.run.part import own_attributes
+from autopar.run.region_modules import Applied, Drawn
 from autopar.run.saved import with_graphs
 
-__all__ = [
-    "REGION", "Applied", "AsAutograd", "Drawn", "Hooked", "Place", "Region", "Terms", "Weight", "region", "regions_of", "within",
-    "without_unreached",
-]  # fmt: skip
+__all__ = ["REGION", "Place", "Region", "region", "regions_of", "within"]
 
 REGION = "autopar.L.region"  # the operator of a program that is one
 
@@ -191,135 +186,6 @@ def within(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-class Applied(nn.Module):
-    """An autograd function of the user's, as what a region runs."""
-
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function.apply(*args, **kwargs)
-
-
-class Drawn(nn.Module):
-    """A function of the user's that draws random numbers, as what a region runs: it returns tensors in the place of arrays of numpy and of
-    floats. returned: alone, what the function has returned last. places: of its leaves, in order, what each is that is a tensor here."""
-
-    def __init__(self, function: FunctionType) -> None:
-        super().__init__()
-        self.function = function
-        self.returned: tuple[Any, ...] = ()
-        self.places: tuple[type, ...] = ()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.returned = (self.function(*args, **kwargs),)
-        leaves, spec = pytree.tree_flatten(self.returned[0])
-        found = [_as_tensor(x) for x in leaves]
-        self.places = tuple(type(x) for x, made in zip(leaves, found, strict=True) if isinstance(made, Tensor))
-        return pytree.tree_unflatten(found, spec)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "returned": ()}
-
-
-def _as_tensor(x: Any) -> Any:
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(x, numpy.ndarray):
-        return torch.from_numpy(numpy.array(x))
-    return torch.tensor(x, dtype=torch.float64, device="cpu") if isinstance(x, float) else x
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """By what the mean of a part counts among others: the samples of one of the tensors that a function is given, by its number among
-    these; of labels, those that are not `ignored`."""
-
-    operand: int
-    ignored: int | None = None
-
-    def of(self, tensors: Sequence[Tensor]) -> Tensor | int:
-        """Of these tensors that it is given."""
-        labels = tensors[self.operand]
-        return labels.shape[0] if self.ignored is None else (labels != self.ignored).sum()
-
-
-class Terms(Applied):
-    """A function that returns the mean of its samples, or their sum (weight: None), as one whose results for parts of them are to be added:
-    multiplied by the weight of its part. Of a part that has none both the result and the gradients are zeros."""
-
-    def __init__(self, function: type[torch.autograd.Function], weight: Weight | None) -> None:
-        super().__init__(function)
-        self.weight = weight
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.weight is None:
-            return super().forward(*args, **kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        weight = self.weight.of([x for x in leaves if isinstance(x, Tensor)])
-        if isinstance(weight, Tensor):
-            leaves = [_Counted.apply(x, weight) if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
-            args, kwargs = pytree.tree_unflatten(leaves, spec)
-        returned = super().forward(*args, **kwargs)
-        return pytree.tree_map_only(Tensor, lambda r: torch.where(torch.as_tensor(weight, device=r.device) > 0, r * weight, 0), returned)
-
-
-class _Counted(torch.autograd.Function):
-    """What it is given. Its gradient is zeros where nothing counts, and not what 0/0 has left."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (weight,) = ctx.saved_tensors
-        return torch.where(weight > 0, grads[0], 0), None
-
-
-class AsAutograd(nn.Module):
-    """The forward of an autograd function, differentiated by autograd."""
-
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.function.setup_context is not torch.autograd.Function.setup_context:
-            return self.function.forward(*args, **kwargs)
-        context = torch.autograd.function.FunctionCtx()
-        context.needs_input_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in args)  # type: ignore[attr-defined]
-        return self.function.forward(context, *args, **kwargs)
-
-
-class Hooked(nn.Module):
-    """What it is given, with a hook on its gradient. Behind it are given the tensors that the hook holds (`closed_tensors`)."""
-
-    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        super().__init__()
-        self.hook = _Hook(hook)
-
-    def forward(self, x: Tensor, *closed: Tensor) -> Tensor:
-        given = x.view_as(x)
-        if given.requires_grad:
-            given.register_hook(_Hook(over_tensors(self.hook.hook, [t.detach() for t in closed])) if closed else self.hook)
-        return given
-
-
-class _Hook:
-    """The user's own, in copies too: it may be a method of the whole model."""
-
-    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        self.hook = hook
-
-    def __call__(self, grad: Tensor) -> Tensor | None:
-        return self.hook(grad)
-
-    def __deepcopy__(self, memo: object) -> _Hook:
-        return self
-
-
 class _Forward(nn.Module):
     """A module without its hooks, which are traced around it."""
 
@@ -412,45 +278,6 @@ def region(
     made = _Reached.apply(len(differentiable), handle.private_gradients, *(results[k] for k in differentiable), *trained)
     reached = dict(zip(differentiable, made, strict=True))
     return tuple(reached.get(k, r) for k, r in enumerate(results))
-
-
-def without_unreached(
-    found: dict[str, Tensor], params: Sequence[ParamSpec], reached_in: Sequence[tuple[Region, set[str]]], names: Mapping[str, str],
-    axes: Sequence[Axis], device: torch.device,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Collective over the axes, which are all of the mesh: the gradients of a step without those of parameters to which gradients come past
-    regions alone, where these gave none on any rank. They have none in the original model, and an optimizer leaves them as they are.
-    params: of all stages. reached_in: each region of the model, and what it has noted in this step. names: any name -> the parameter's."""
-    optional = {spec.name for spec in params if spec.regions_only}
-    if not optional:
-        return found
-    regions = [region for region, _ in reached_in]
-    noted = {note for _, reached in reached_in for note in reached}
-    every = [note for region in regions for note in region.notes]
-    flags = torch.tensor([float(note in noted) for note in every], device=device)
-    for axis in axes:
-        comm.all_reduce_(flags, axis, torch.distributed.ReduceOp.MAX)
-    somewhere = {note for note, flag in zip(every, flags.tolist(), strict=True) if flag}
-    unreached = optional - {names.get(name, name) for name in _reached(regions, somewhere)}
-    return {name: grad for name, grad in found.items() if name not in unreached}
-
-
-def _reached(regions: Sequence[Region], noted: Collection[str]) -> set[str]:
-    """The parameters to which a gradient of the loss has come through regions. A region whose results none has come to is given zeros, and
-    what it notes of those is nothing."""
-    live, left = set[str](), [region.handle for region in regions if region.direct]
-    by_handle = {region.handle: region for region in regions}
-    found = set[str]()
-    while left:
-        handle = left.pop()
-        if handle in live:
-            continue
-        live.add(handle)
-        for note, (parameters, before) in by_handle[handle].notes.items():
-            if note in noted:
-                found.update(parameters)
-                left += before
-    return found
 
 
 def regions_of(manifest: Manifest, tensors: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
