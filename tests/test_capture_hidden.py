@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autopar.capture.passes as passes
+import autopar.capture.traced as traced_model
 from autopar.capture import capture
 from autopar.capture.hidden import Hidden, Seen, can_be_hidden
 from autopar.capture.repeats import Repeated
@@ -123,7 +123,7 @@ def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 def test_the_program_is_that_of_an_export_that_sees_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = built(name)
     before = {n: id(p) for n, p in (*model.named_parameters(), *model.named_buffers())}
-    real, traced = passes._with_stand_ins, list[bool]()
+    real, traced = traced_model._with_stand_ins, list[bool]()
 
     def noted(*args: Any, hides: bool, **kwargs: Any) -> Any:
         found = real(*args, hides=hides, **kwargs)
@@ -131,11 +131,11 @@ def test_the_program_is_that_of_an_export_that_sees_all(name: str, monkeypatch: 
         return found
 
     with monkeypatch.context() as m:
-        m.setattr(passes, "_with_stand_ins", noted)
+        m.setattr(traced_model, "_with_stand_ins", noted)
         once = capture(model, inputs)
     assert traced[:1] == [MODELS[name][1]] or (not traced and not MODELS[name][1])
     assert {n: id(p) for n, p in (*model.named_parameters(), *model.named_buffers())} == before
-    monkeypatch.setattr(passes, "repeated", lambda *_, **__: Repeated())
+    monkeypatch.setattr(traced_model, "repeated", lambda *_, **__: Repeated())
     every = capture(model, inputs)
     assert once.program == every.program
     assert list(once.tensors) == list(every.tensors)
@@ -150,7 +150,7 @@ def test_a_loss_function_that_looks_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
         return out.mean() + model.layers[5].down.bias.sum()  # type: ignore[union-attr, operator]
 
     once = capture(model, (x,), loss=loss)
-    monkeypatch.setattr(passes, "repeated", lambda *_, **__: Repeated())
+    monkeypatch.setattr(traced_model, "repeated", lambda *_, **__: Repeated())
     assert once.program == capture(model, (x,), loss=loss).program
 
 

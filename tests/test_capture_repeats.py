@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import autopar.capture.passes as passes
+import autopar.capture.traced as traced_model
 from autopar.capture import capture
 from autopar.capture.repeats import Repeated, repeated
 from autopar.capture.state import State
@@ -209,15 +209,15 @@ def test_the_program_is_that_of_tracing_every_call(name: str, monkeypatch: pytes
     found = repeated(model, None, ((), inputs), State.take(model))
     assert len(found.same) == MODELS[name][1], found.same
     with monkeypatch.context() as m:
-        m.setattr(passes, "flatten", _only_with_stand_ins if found.same else passes.flatten)
+        m.setattr(traced_model, "flatten", _only_with_stand_ins if found.same else traced_model.flatten)
         once = capture(model, inputs)
-    monkeypatch.setattr(passes, "repeated", lambda *_, **__: Repeated())
+    monkeypatch.setattr(traced_model, "repeated", lambda *_, **__: Repeated())
     every = capture(model, inputs)
     assert once.program == every.program
     assert list(once.tensors) == list(every.tensors)
 
 
-_flatten = passes.flatten
+_flatten = traced_model.flatten
 
 
 def _only_with_stand_ins(model: Any, exported: Any, start: Any, regions: Any, stand_ins: Any = None) -> Any:

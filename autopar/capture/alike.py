@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from autopar.capture.captured import Captured
 from autopar.capture.fingerprint import program_hash
-from autopar.capture.passes import Captured, capture
+from autopar.capture.tries import capture
 from autopar.run.without_data import lacks_data
 
 __all__ = ["captured_alike"]
