@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["kept", "restore", "same", "states"]
+__all__ = ["kept", "restore", "same", "seed", "states"]
 
 
 def states() -> list[Tensor]:
@@ -20,6 +20,14 @@ def same(before: Sequence[Tensor]) -> bool:
     """Whether nothing has been drawn since these were the states."""
     now = states()
     return len(now) == len(before) and all(map(torch.equal, now, before))
+
+
+def seed(number: int) -> None:
+    """Let all of them begin at a number. torch.manual_seed would write down a stack for each kind of device that there may be, at each call
+    (torch 2.13)."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
 
 
 def restore(before: Sequence[Tensor]) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopar import generators
 from autopar.capture import LOWER_PRECISIONS, Captured, capture, in_float64, lift_to_float64, to_float64
 from autopar.capture.export import loss_of
 from autopar.capture.made import in_the_state
@@ -182,7 +183,7 @@ class Original:
     def step(self, index: int, seed: int | None = None) -> float:
         """An optimizer step on one of the batches; its loss. seed: of the random numbers that it draws."""
         if seed is not None:
-            torch.manual_seed(seed)
+            generators.seed(seed)
         for module, training in self._modes:  # parts may be frozen in evaluation
             module.training = training
         self._optimizer.zero_grad(set_to_none=True)

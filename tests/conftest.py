@@ -47,7 +47,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Every test draws the same random numbers, whatever ran before it."""
-    torch.manual_seed(0)
+    from autopar import generators
+
+    generators.seed(0)
 
 
 @pytest.fixture

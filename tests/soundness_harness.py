@@ -23,6 +23,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from autopar import generators
 from autopar.catalog import OpView, localized, strategies_of
 from autopar.catalog.rule import draws, rule_of
 from autopar.catalog.schema import resolve, tensor_refs
@@ -73,7 +74,7 @@ class Case:
     @functools.cached_property
     def truth(self) -> Truth:
         operands = leaves(self.values, self.fixed)
-        torch.manual_seed(0)  # replicas draw the same
+        generators.seed(0)  # replicas draw the same
         results, written = run_ops((self.op,), operands)
         flowing = tuple(k for k, t in enumerate(results) if t.requires_grad)
         gradients = tuple(torch.randn_like(results[k]) for k in flowing)
@@ -316,7 +317,7 @@ def unsound(case: Case, view: OpView, strategy: Strategy) -> str | None:
 
     def run(rank: int) -> tuple[Any, ...]:
         operands = leaves((parts[rank] for parts in values), case.fixed)
-        torch.manual_seed(0)
+        generators.seed(0)
         results, after = run_ops(ops, operands, ranks.axis(rank))
         found = grads([results[k] for k in flowing], operands, [parts[rank] for parts in cotangents]) if flowing else []
         return [r.detach() for r in results], [a.detach() for a in after], found

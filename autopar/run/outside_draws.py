@@ -58,7 +58,7 @@ def from_seed(number: int | tuple[int, ...], *, outside: bool = True) -> Iterato
     """Inside, torch's own generators begin at the number, or at 0 beside words, and both of these as `seed` lets them (outside; else they
     go on); afterwards all go on as if nothing had been drawn."""
     with kept(), generators.kept():
-        torch.manual_seed(number if isinstance(number, int) else 0)
+        generators.seed(number if isinstance(number, int) else 0)
         if outside:
             seed(number)
         yield

@@ -73,8 +73,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Let those of the CPU and of the device, if that is a GPU, begin at seed. torch.manual_seed would write down a stack for each kind of
-    device that there may be, at each call (torch 2.13)."""
+    """Let those of the CPU and of the device, if that is a GPU, begin at seed (of other GPUs, in `generators`, no generator is in use)."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
