@@ -66,6 +66,11 @@ def test_ordinary_programs_are_right(name: str, turn: str, judge: Judge) -> None
 
 
 @pytest.mark.gloo
+def test_no_rank_compares_parameters_that_a_hook_leads_to(judge: Judge) -> None:
+    assert judge.not_right("hooks_that_hold_the_model", ("pp2",)) == []
+
+
+@pytest.mark.gloo
 def test_parts_of_ranks_that_use_nothing(judge: Judge) -> None:
     assert judge.not_right("second_of_two_results_used", ("dp2",)) == []
 

@@ -38,6 +38,7 @@ from autopar.capture.varying import Numbers
 from autopar.errors import CaptureError, NumbersChange
 from autopar.run.outputs import Returned, dicts_given, taken_apart, written_into
 from autopar.run.outside_draws import from_seed
+from autopar.run.part import is_part
 from autopar.run.varying import NONE as NONE_VARIES
 from autopar.run.varying import Number, Varied
 
@@ -477,9 +478,10 @@ def left_as_it_was(
 @contextlib.contextmanager
 def _as_before(model: nn.Module, start: State, params: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """Everything is as before afterwards: registries, the values of buffers and plain tensors, all that the State shows. params: those to
-    which the forward may write."""
+    which the forward may write. Parameters of a parallel module, to which a hook of the loop may lead, are none that it writes to: to
+    compare one all ranks would have to gather it."""
     buffers = [(b, b.detach().clone()) for b in (*model.buffers(), *params)]
-    others = [(t, t._version, t.detach().clone()) for t in start.tensors.values() if not t.is_inference()]
+    others = [(t, t._version, t.detach().clone()) for t in start.tensors.values() if not (t.is_inference() or is_part(t))]
     try:
         yield
     finally:

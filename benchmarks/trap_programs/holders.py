@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from benchmarks._traps_kit import Compile, Net, Results, batch, batches, program, seeded, sgd, state, train, trained
+from benchmarks._traps_kit import Compile, Logits, Net, Results, batch, batches, program, samples, seeded, sgd, state, train, trained
 
 KIND = "holders"
 
@@ -202,3 +204,26 @@ def parameter_added_to_the_optimizer_later(compile: Compile) -> Results:
     model.zero_grad()
     optimizer.add_param_group({"params": list(model.head.parameters()), "lr": 0.2})
     return {"losses": losses + train(model, optimizer), "state": state(model)}
+
+
+@program(KIND)
+def hooks_that_hold_the_model(compile: Compile) -> Results:
+    """As summaries and profilers of models register them: on every layer, with the whole model in their closures, for one call."""
+    model = compile(seeded(Logits), example_inputs=batch()[:1])
+    losses = train(lambda x, y: F.cross_entropy(model(x), y), sgd(model), steps=2)
+    sizes: list[tuple[int, ...]] = []
+
+    def registered(layer: nn.Module) -> Any:
+        def hook(_: nn.Module, given: Any, returned: Tensor) -> None:
+            if layer is not model and model is not None:
+                sizes.append(tuple(returned.shape))
+
+        return layer.register_forward_hook(hook)
+
+    handles = [registered(layer) for layer in model.modules() if not list(layer.children())]
+    with torch.no_grad():
+        model(samples(5))
+    for handle in handles:
+        handle.remove()
+    losses += train(lambda x, y: F.cross_entropy(model(x), y), sgd(model), steps=2)
+    return {"losses": losses, "sizes": sizes, "state": state(model)}
