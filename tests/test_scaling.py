@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.run import WorkerPool
-from autopar.run.scaling import Scaling
+from autopar.run.scaling import Scaling, _of_the_process
 
 
 @pytest.mark.pure
 def test_what_is_expected_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[torch.amp.GradScaler] = []
-    monkeypatch.setattr(gc, "get_objects", lambda: [*alive, object()])
+    monkeypatch.setattr(gc, "get_referrers", lambda *_: [*alive, object()])
     scaling = Scaling()
     assert scaling.begin() == 1 and scaling.left_of(torch.tensor(8.0), 1.0).item() == 8
     alive.append(torch.amp.GradScaler("cpu", init_scale=64.0))
@@ -36,6 +36,17 @@ def test_what_is_expected_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scaling.begin() == 16
     alive.clear()
     assert scaling.begin() == 1
+
+
+class Own(torch.amp.GradScaler):
+    pass
+
+
+@pytest.mark.pure
+def test_scalers_of_any_class_are_found_that_are_enabled() -> None:
+    usual, own, off = torch.amp.GradScaler("cpu"), Own("cpu"), Own("cpu", enabled=False)
+    found = [*map(id, _of_the_process())]
+    assert id(usual) in found and id(own) in found and id(off) not in found
 
 
 class Small(nn.Module):

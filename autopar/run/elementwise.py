@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from autopar.run import comm
 from autopar.run import function_names as F
 from autopar.run.alike import note_written
-from autopar.run.part import Parted, alias_of, in_graph, is_part, local, part_like
+from autopar.run.part import Parted, in_graph, is_part, local, part_like
 from autopar.run.plain import plainly
 from autopar.run.wholes import on_the_whole, target_of
 
@@ -54,8 +54,6 @@ def elementwise(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwar
     if in_place:
         note_written(name, lies.name, leaves)
         return args[0]
-    if name in F.MAY_CHANGE_NOTHING and is_part(target) and found.dtype == target.dtype and found.device == target.device:
-        return alias_of(target, found) if not kwargs.get("copy") else part_like(found, lies)
     return pytree.tree_map_only(Tensor, lambda t: part_like(t, lies), found)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 __all__ = [
-    "ATTRIBUTES_OF_THE_SHAPE", "ELEMENTWISE", "IN_PLACE", "LARGEST", "MAY_CHANGE_NOTHING", "NORMS", "NOT_COPIED", "OF_THE_OBJECT",
-    "OF_THE_SHAPE", "OF_THE_WHOLE_ATTRIBUTES", "RANDOM", "SCALES_LIKE", "SHOWN", "STORAGES", "VIEWS", "WRITES_UNSEEN",
+    "ATTRIBUTES_OF_THE_SHAPE", "ELEMENTWISE", "IN_PLACE", "ITSELF", "ITSELF_BY_SHAPE", "ITSELF_OF_PARAMETERS", "LARGEST", "NORMS",
+    "NOT_COPIED", "OF_THE_OBJECT", "OF_THE_SHAPE", "OF_THE_WHOLE_ATTRIBUTES", "RANDOM", "SCALES_LIKE", "SHOWN", "STORAGES", "VIEWS",
+    "WRITES_UNSEEN",
 ]  # fmt: skip
 
 
@@ -27,7 +28,11 @@ IN_PLACE = _names("""
     __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__
 """)  # fmt: skip
 SCALES_LIKE = _names("zeros_like ones_like empty_like full_like")
-MAY_CHANGE_NOTHING = _names("to type float double half bfloat16 positive __pos__")
+ITSELF = _names("to type float double half bfloat16 positive __pos__")  # may give the tensor itself
+ITSELF_OF_PARAMETERS = _names("""
+    conj conj_physical contiguous dequantize real resolve_conj resolve_neg to_dense type_as
+""")  # of other tensors (`state_dict()`) people save what these give: the whole
+ITSELF_BY_SHAPE = _names("atleast_1d atleast_2d flatten sum_to_size")  # of parameters too
 VIEWS = _names("""
     T H mT mH real imag __getitem__ as_strided chunk diagonal expand expand_as flatten movedim moveaxis narrow permute ravel reshape
     reshape_as select split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unfold unsqueeze view

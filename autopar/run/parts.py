@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from autopar.run import function_names as F
 from autopar.run.by_memory import refused
 from autopar.run.elementwise import elementwise, foreach, fused, unscale
 from autopar.run.given import DATA, GRAD, has_now, leave, note
-from autopar.run.part import AnyPart, Part, PartTensor, alias_of, as_part, copied, is_part, local, memory_of
+from autopar.run.part import AnyPart, Part, Parted, PartTensor, alias_of, as_part, copied, is_part, local, memory_of
 from autopar.run.part_gradients import gradients, register_after, register_hook, seen_as_itself
 from autopar.run.plain import asker, plainly
 from autopar.run.reductions import reduced
@@ -61,9 +62,11 @@ def _by_parts(
             return on_the_whole(func, name, args, kwargs)
     if name == "is_complex":
         not_in_parts(first._lies, asker())
-    if name in F.OF_THE_OBJECT or (name in ("to", "type") and _changes_nothing(name, args, kwargs)):
+    if name in F.OF_THE_OBJECT or (name == "type" and len(args) == 1 and not kwargs):
         with plainly():
             return func(*args, **kwargs)
+    if is_part(first) and _gives_itself(func, name, args, kwargs):
+        return first
     if name in F.NOT_COPIED:
         return copied(func, name, args)
     if name == "detach":
@@ -112,8 +115,17 @@ def _asked_by_torch(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith("torch.")
 
 
-def _changes_nothing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return name == "type" and len(args) == 1 and not kwargs
+def _gives_itself(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch gives the tensor itself, as of `p.to(p.device)` and `p.contiguous()`."""
+    first = args[0]
+    if name in F.ITSELF or (name in F.ITSELF_OF_PARAMETERS and isinstance(first, Part)):
+        like = local(first)
+    elif name in F.ITSELF_BY_SHAPE and isinstance(first, Part):
+        like = torch.empty(first._lies.shape, dtype=first.dtype, device="meta")
+    else:
+        return False
+    others, named = pytree.tree_map_only(Parted, local, (args[1:], kwargs))
+    return func(like, *others, **named) is like
 
 
 # ---------------------------------------------------------------------------------------------------------------- attributes
@@ -127,6 +139,8 @@ def _attribute(func: Callable[..., Any], access: str, args: tuple[Any, ...]) -> 
             return None if grad is None else as_part(grad, x._lies.of("the gradient"))
         if name == "data":
             return alias_of(x)
+        if _gives_itself(func, name, args, {}):
+            return x
         if name in F.ATTRIBUTES_OF_THE_SHAPE:
             return func(torch.empty(x._lies.shape, dtype=x.dtype, device="meta"))
         if name in F.OF_THE_WHOLE_ATTRIBUTES:

@@ -29,7 +29,7 @@ class Scaling:
             self._looks = _LOOKS
         if self._looks:
             self._looks -= 1
-            scalers = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler) and x.is_enabled()]
+            scalers = _of_the_process()
             self._scalers = [weakref.ref(x) for x in scalers]
         if len(scalers) == 1:
             return scalers[0].get_scale() * self._share
@@ -45,3 +45,11 @@ class Scaling:
 
     def _alive(self) -> list[torch.amp.GradScaler]:
         return [found for ref in self._scalers if (found := ref()) is not None]
+
+
+def _of_the_process() -> list[torch.amp.GradScaler]:
+    """Those that are enabled. An object refers to its class, by which it is found without a look at all others."""
+    kinds: list[type[torch.amp.GradScaler]] = [torch.amp.GradScaler]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return [x for x in gc.get_referrers(*kinds) if type(x) in kinds and x.is_enabled()]
