@@ -99,3 +99,35 @@ def test_what_is_taken_of_a_state_dict_to_be_saved_is_whole(pair: WorkerPool) ->
     model, _ = built()
     for found in pair.run(saved, {"tp": 2}):
         assert found == {name: tuple(value.shape) for name, value in model.state_dict().items()}
+
+
+def saved_by_a_library(pins: dict[str, Any]) -> tuple[list[float], bool]:
+    """It calls state_dict() on every rank, and writes that of rank 0."""
+    model, x = built()
+    module = autopar.compile(model, 2, example_inputs=(x,), pins=pins)
+    module.state_dict = module.full_state_dict
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=1.0), []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = module(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+
+    step()
+    kept, file = module.state_dict(), io.BytesIO()
+    if torch.distributed.get_rank() == 0:
+        torch.save(kept, file)
+    step()
+    module.load_state_dict(kept)
+    step()
+    alone, _ = built()
+    alone.load_state_dict(kept)
+    return losses, alone(x).square().mean().item() == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("pins", PINS[1:], ids=str)
+def test_state_dict_may_give_the_whole_one(pins: dict[str, Any], pair: WorkerPool) -> None:
+    for losses, is_the_original in pair.run(saved_by_a_library, pins):
+        assert losses[0] > losses[1] == losses[2] and is_the_original

@@ -39,6 +39,7 @@ from autopar.run.inputs import as_programs_take
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Mesh
+from autopar.run.metrics import Metrics
 from autopar.run.outputs import Returned
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.random_numbers import RandomNumbers
@@ -113,6 +114,7 @@ class ParallelModule(AsOriginal):
     _random: RandomNumbers
     _given: GivenBatches
     _scaling: Scaling
+    _metrics: Metrics
     _calls: int
     _mode: bool
     plan: Any = None  # the Plan and the emitted source, where autopar.compile made this module
@@ -182,6 +184,7 @@ class ParallelModule(AsOriginal):
         keep["_calls"] = 0
         keep["_given"] = GivenBatches(mesh, local=local_batch)
         keep["_scaling"] = Scaling()
+        keep["_metrics"] = Metrics(mesh.world if mesh.talks and not local_batch else 1, rank=mesh.rank)
         record.count_from(max(map(int, mesh.collected([str(record.calls())]))))
         begin_writing()
         hook_optimizers()
@@ -246,6 +249,7 @@ class ParallelModule(AsOriginal):
         else:
             self._given.compare(bound.values())
         form.calls += 1
+        self._metrics.look(self.training)
         if tree.otherwise and tree.train_also(manifest.params):
             self._put_together()
         rest = self._begun(form, bound, tree.trainable())

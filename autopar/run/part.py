@@ -163,8 +163,8 @@ def copied(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
         raise TypeError(
             f"{x._lies.name} is held in parts by several processes, so that it cannot be "
             f"{'copied as a parameter' if name == '__deepcopy__' else 'pickled'} by itself. Take "
-            f"full_state_dict() of the parallel module, which has whole tensors under the names of the original, or write a checkpoint: "
-            f"autopar.save(path, model, optimizer)"
+            f"full_state_dict() of the parallel module, which has whole tensors under the names of the original (where a library calls "
+            f"state_dict(): model.state_dict = model.full_state_dict), or write a checkpoint: autopar.save(path, model, optimizer)"
         )
     if x.requires_grad:  # as of any tensor that autograd has made: torch refuses it
         with plainly():

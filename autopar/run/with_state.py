@@ -63,7 +63,8 @@ class WithState(StandIn):
             if kept:
                 value = tensor.to("cpu", copy=True)
                 full.update((name, value) for name in (spec.name, *spec.aliases))
-        return {name: full[name] for name in self.state_dict() if name in full} | full  # in the original's order
+        own = WithState.state_dict(self)  # a user may let state_dict() give the whole one: model.state_dict = model.full_state_dict
+        return {name: full[name] for name in own if name in full} | full  # in the original's order
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Collective: the gradient of every trainable parameter, by its name, in the parameter's whole shape and dtype on the CPU; zeros
