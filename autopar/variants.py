@@ -40,6 +40,11 @@ from cost_models.cluster import Cluster
 
 __all__ = ["Variants", "names_read", "tensors_of"]
 
+_A_TOOL = (
+    "\n  or: if the hooks on its layers are those of a tool that looks into models (a summary, attributions), give it the original with "
+    "whole parameters: with model.full_parameters(): tool(model.original, ...)"
+)
+
 
 def tensors_of(captured: Captured) -> dict[str, Tensor]:
     """The captured tensors under the names that the manifest gives them."""
@@ -155,7 +160,12 @@ class Variants:
         if why:  # what has changed may change again: sizes that it decides are those of a call, where they can be
             with contextlib.suppress(CaptureError):
                 return again(sizes=False)
-        return again()
+        try:
+            return again()
+        except CaptureError as error:
+            if type(error) is not CaptureError or not any(map(_hooked, self._model.modules())):
+                raise
+            raise CaptureError(f"{error}{_A_TOOL}") from error
 
     @staticmethod
     def check(module: ParallelModule, emitted: Emitted) -> None:
@@ -172,6 +182,10 @@ class Variants:
                 raise PlanError(f"{buffer.name} would have to lie otherwise than it does")
             if not buffer.constant and here is not None and here.shape != buffer.shape:
                 raise PlanError(f"{buffer.name} has the shape {list(here.shape)}, and would have {list(buffer.shape)}")
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def _compute_the_same(one: Program, other: Program) -> bool:
