@@ -1,4 +1,4 @@
-"""Metrics of libraries that bring together what each rank has seen, where each rank sees all samples."""
+"""Objects of libraries that bring together what each rank has seen, where each rank sees all samples."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import warnings
 
 __all__ = ["Metrics"]
 
-_LIBRARIES = {"torchmetrics.metric": "sync_on_compute", "ignite.metrics.metric": ""}  # where Metric is; what says whether one does so
+_KINDS = {  # where a class is: its name, and the attribute that says whether it does so ("": it always does)
+    "torchmetrics.metric": ("Metric", "sync_on_compute"),
+    "ignite.metrics.metric": ("Metric", ""),
+    "fastai.learner": ("Learner", ""),
+}
 _LOOKS = 2  # calls in training and in evaluation, before which the process is looked through
 _SHOWN = 4
 
 
 class Metrics:
-    """Warns once, on rank 0, of the metrics that the process holds when a module is called. ranks: which are given the same samples."""
+    """Warns once, on rank 0, of those that the process holds when a module is called. ranks: which are given the same samples."""
 
     def __init__(self, ranks: int, *, rank: int) -> None:
         self._ranks = ranks
@@ -30,8 +34,8 @@ class Metrics:
 
 
 def _brought_together() -> list[str]:
-    """The classes of the metrics that are."""
-    kinds = {getattr(sys.modules[name], "Metric", None): says for name, says in _LIBRARIES.items() if name in sys.modules}
+    """Their classes."""
+    kinds = {getattr(sys.modules[name], kind, None): says for name, (kind, says) in _KINDS.items() if name in sys.modules}
     names = set()
     for x in gc.get_objects() if kinds else ():
         for kind, says in kinds.items():
@@ -43,8 +47,9 @@ def _brought_together() -> list[str]:
 def _warn(names: list[str], ranks: int) -> None:
     listed = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     warnings.warn(
-        f"metrics ({listed}) bring together what each of the {ranks} ranks has seen, and each is given the whole batch: sums, counts and "
-        f"matrices are {ranks} times as large as on one process, means and ratios are not\n  what to do: make metrics of torchmetrics with "
-        f"sync_on_compute=False; or compile with local_batch=True, and give each data-parallel rank its own samples (autopar.sampler)",
+        f"{listed}: objects that bring together what each of the {ranks} ranks has seen, and each is given the whole batch: sums, counts, "
+        f"matrices and lists of predictions are {ranks} times as large as on one process, or a part of that; means and ratios are right\n"
+        f"  what to do: make metrics of torchmetrics with sync_on_compute=False; else compute in the loop, of what the model returns, or "
+        f"compile with local_batch=True, and give each data-parallel rank its own samples (autopar.sampler)",
         stacklevel=2,
     )
