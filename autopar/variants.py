@@ -31,6 +31,7 @@ from autopar.render import load
 from autopar.run import ParallelModule
 from autopar.run.form import Anew, Emitted
 from autopar.run.grad_mode import with_gradients
+from autopar.run.hooks import of_calls
 from autopar.run.inputs import positional_names
 from autopar.run.manifest import ParamSpec
 from autopar.run.together import decided_by_rank_0, done_by_all
@@ -163,7 +164,7 @@ class Variants:
         try:
             return again()
         except CaptureError as error:
-            if type(error) is not CaptureError or not any(map(_hooked, self._model.modules())):
+            if type(error) is not CaptureError or not any(map(of_calls, self._model.modules())):
                 raise
             raise CaptureError(f"{error}{_A_TOOL}") from error
 
@@ -182,10 +183,6 @@ class Variants:
                 raise PlanError(f"{buffer.name} would have to lie otherwise than it does")
             if not buffer.constant and here is not None and here.shape != buffer.shape:
                 raise PlanError(f"{buffer.name} has the shape {list(here.shape)}, and would have {list(buffer.shape)}")
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def _compute_the_same(one: Program, other: Program) -> bool:

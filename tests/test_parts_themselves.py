@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.run import WorkerPool
+from benchmarks._traps_kit import train
 
 pytestmark = pytest.mark.gloo
 
@@ -67,14 +69,8 @@ def trained(pins: dict[str, Any] | None) -> list[float]:
         model = autopar.compile(model, 2, example_inputs=(x,), pins=pins)
     with torch.no_grad():
         store = [p.contiguous() for p in model.parameters()]
-    optimizer, losses = torch.optim.SGD([p.requires_grad_(True) for p in store], lr=1.0), []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    optimizer = torch.optim.SGD([p.requires_grad_(True) for p in store], lr=1.0)
+    return train(lambda x: model(x).square().mean(), optimizer, inputs=[(x,)] * 3)
 
 
 @pytest.mark.parametrize("pins", PINS, ids=str)
@@ -106,22 +102,14 @@ def saved_by_a_library(pins: dict[str, Any]) -> tuple[list[float], bool]:
     model, x = built()
     module = autopar.compile(model, 2, example_inputs=(x,), pins=pins)
     module.state_dict = module.full_state_dict
-    optimizer, losses = torch.optim.SGD(module.parameters(), lr=1.0), []
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = module(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-
-    step()
+    step = functools.partial(train, lambda x: module(x).square().mean(), torch.optim.SGD(module.parameters(), lr=1.0), inputs=[(x,)])
+    losses = step()
     kept, file = module.state_dict(), io.BytesIO()
     if torch.distributed.get_rank() == 0:
         torch.save(kept, file)
-    step()
+    losses += step()
     module.load_state_dict(kept)
-    step()
+    losses += step()
     alone, _ = built()
     alone.load_state_dict(kept)
     return losses, alone(x).square().mean().item() == pytest.approx(losses[1], rel=1e-5)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.run import WorkerPool
-from autopar.run.scaling import Scaling, _of_the_process
+from autopar.run.scaling import Scaling
 
 
 @pytest.mark.pure
@@ -45,7 +45,9 @@ class Own(torch.amp.GradScaler):
 @pytest.mark.pure
 def test_scalers_of_any_class_are_found_that_are_enabled() -> None:
     usual, own, off = torch.amp.GradScaler("cpu"), Own("cpu"), Own("cpu", enabled=False)
-    found = [*map(id, _of_the_process())]
+    scaling = Scaling()
+    scaling.begin()
+    found = [*map(id, scaling._alive())]
     assert id(usual) in found and id(own) in found and id(off) not in found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import CaptureError
 from autopar.run import WorkerPool
+from benchmarks._traps_kit import train
+from tests.test_parts_themselves import built
 
 pytestmark = pytest.mark.gloo
 
@@ -35,20 +38,11 @@ def summary(model: nn.Module, x: Tensor) -> list[tuple[str, int, float]]:
 
 def looked_at(pins: dict[str, Any] | None) -> tuple[list[float], list[tuple[str, int, float]], str]:
     """Losses, the summary between two steps, and how the compiled module refused to be summarised."""
-    torch.manual_seed(0)
-    model, x, refused = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(12, 8), ""
+    (model, x), refused = built(), ""
     if pins is not None:
         model = autopar.compile(model, 2, example_inputs=(x,), pins=pins)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-
-    step()
+    step = functools.partial(train, lambda x: model(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.5), inputs=[(x,)])
+    losses = step()
     if pins is None:
         found = summary(model, x)
     else:
@@ -59,7 +53,7 @@ def looked_at(pins: dict[str, Any] | None) -> tuple[list[float], list[tuple[str,
         parallel: Any = model
         with parallel.full_parameters():
             found = summary(parallel.original, x)
-    step()
+    losses += step()
     return losses, found, refused
 
 

@@ -51,10 +51,7 @@ from autopar.capture.trace import Trace
 from autopar.capture.traced import trace_of
 from autopar.capture.varying import Numbers
 from autopar.collector import held_back
-from autopar.errors import (
-    CaptureError,
-    OtherGradients,
-)
+from autopar.errors import CaptureError, OtherGradients
 from autopar.ir import Buffer, Input, Param, Program, refs
 from autopar.run.asked import OF_GRADIENTS
 from autopar.run.checkpointed import functions_called
@@ -82,9 +79,8 @@ class _Passed:
     originals: Mapping[str, torch.Tensor]
     frozen: Mapping[str, torch.Tensor]
 
-    @property
     def leaves(self) -> dict[str, torch.Tensor]:
-        """The parameters, to be differentiated by, by value."""
+        """The parameters, to be differentiated by, by value: other tensors each time."""
         return {p.value: self.originals[p.value].detach().requires_grad_(p.trainable) for p in self.program.params}
 
 
@@ -97,8 +93,8 @@ def captured_by(
     """What `capture` gives. most: how much work a pass may be that is compared with the model; 0: none is, TooMuchWork if it is more.
     as_written: what runs as it is written. places: those of which the program gives the tensors that a call leaves there; without them,
     those that it could give are in `given`. beside: as of `capture`. asked_of: the example as the user gave it. appended: lists to which
-    calls append, and which are empty. varying: as of `capture`. drawn: what draws
-    numbers of Python and numpy, and runs as it is written."""
+    calls append, and which are empty. varying: as of `capture`. drawn: what draws numbers of
+    Python and numpy, and runs as it is written."""
     args, kwargs = example
     check_inputs(model, example)
     with held_back():
@@ -122,9 +118,7 @@ def captured_by(
                 model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places, sizes=sizes, varying=numbers, drawn=drawn
             )
             checkpointed = functions_called() - checkpointed
-            passed = _passed(
-                model, found, trace, given, at_rest, written=written, trains=trains, as_written=as_written is not None
-            )
+            passed = _passed(model, found, trace, given, at_rest, written=written, trains=trains, as_written=as_written is not None)
         program, trace = passed.program, passed.trace
         names = trace.returned[: len(trace.returned) - len(places)]
         returned = None if found.returned is None else dataclasses.replace(found.returned, names=names)
@@ -208,13 +202,14 @@ def _compare(passed: _Passed, calls: Calls, given: Inputs, **how: Any) -> None:
     """CaptureError if the program does not compute what the model computed. how: as of `check_program`."""
     program, trace = passed.program, passed.trace
     checked = program.replace(ops=tuple(t.op for t in passed.whole.ops)) if drops_randomness(passed.whole, trace) else program
-    tensors = dict(trace.tensors) | passed.leaves
+    tensors = dict(trace.tensors) | passed.leaves()
     check_program(checked, calls, tensors, _inputs_by_value(program.inputs, *given), trace.returned, **how)
 
 
 def _compare_other(other: Captured, passed: _Passed, calls: Calls, given: Inputs, dtype: torch.dtype | None) -> None:
     """CaptureError if another program of the model does not compute what the model computed."""
-    named = {p.fqn: passed.leaves[p.value] for p in passed.program.params}
+    own = passed.leaves()
+    named = {p.fqn: own[p.value] for p in passed.program.params}
     named |= {b.fqn: passed.trace.tensors[b.value] for b in passed.program.buffers if b.fqn is not None}
     program = other.program
     leaves: tuple[Param | Buffer, ...] = (*program.params, *program.buffers)

@@ -25,6 +25,7 @@ from autopar.capture.calls import Inputs, copied
 from autopar.capture.export import FAILURES, as_exported, objective_of, own_gradients
 from autopar.capture.state import Change, State
 from autopar.run.autocast import ambient
+from autopar.run.hooks import of_calls
 from autopar.run.outside_draws import from_seed
 
 __all__ = ["Repeated", "forwards_replaced", "repeated", "type_of"]
@@ -250,7 +251,7 @@ def _signature(call: _Call, record: _Record) -> object | None:
     new = {x for x in results if isinstance(x, int)}
     if len(new) != 1:
         return None
-    kinds = tuple((path, type(m), m.training, _hooks(m)) for path, m in call.module.named_modules())
+    kinds = tuple((path, type(m), m.training, tuple(map(id, of_calls(m)))) for path, m in call.module.named_modules())
     grads = tuple(x.requires_grad for x in returned if isinstance(x, Tensor))
     operators.append(record.of(call))
     return kinds, tuple(own), str(spec), tuple(constants), tuple(operators), str(structure), tuple(results), grads
@@ -262,11 +263,6 @@ def _written(ran: _Ran, labels: Mapping[int, str | int]) -> set[str | int]:
     names = [a.name for a in ran.func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     found = {labels[id(x)] for n in names for x in pytree.tree_leaves(named.get(n)) if isinstance(x, Tensor)}
     return {x for x in found if isinstance(x, str)}
-
-
-def _hooks(module: nn.Module) -> tuple[int, ...]:
-    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return tuple(id(hook) for table in tables for hook in table.values())
 
 
 @contextlib.contextmanager

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from torch.nn.modules import module
 
-__all__ = ["OF_CALLS", "OF_STATE", "of_all_modules"]
+__all__ = ["OF_CALLS", "OF_STATE", "of_all_modules", "of_calls"]
 
 OF_CALLS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_STATE = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -15,3 +16,8 @@ OF_STATE = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_
 def of_all_modules() -> dict[str, dict[int, Any]]:
     """Those that torch calls for every module (torch.nn.modules.module.register_module_forward_hook and its like), by table."""
     return {table: getattr(module, f"_global{table}", {}) for table in OF_CALLS}
+
+
+def of_calls(of: nn.Module) -> list[Any]:
+    """Those of one module that torch calls around its forward and its backward."""
+    return [hook for table in OF_CALLS for hook in getattr(of, table).values()]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import warnings
+
+from autopar.run.instances import instances
 
 __all__ = ["Metrics"]
 
@@ -35,12 +36,11 @@ class Metrics:
 
 def _brought_together() -> list[str]:
     """Their classes."""
-    kinds = {getattr(sys.modules[name], kind, None): says for name, (kind, says) in _KINDS.items() if name in sys.modules}
     names = set()
-    for x in gc.get_objects() if kinds else ():
-        for kind, says in kinds.items():
-            if kind in type(x).__mro__ and (not says or getattr(x, says, False)):
-                names.add(type(x).__name__)
+    for module, (name, says) in _KINDS.items():
+        kind = getattr(sys.modules.get(module), name, None)
+        found = instances(kind) if kind is not None else []
+        names |= {type(x).__name__ for x in found if not says or getattr(x, says, False)}
     return sorted(names)
 
 

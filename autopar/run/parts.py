@@ -117,14 +117,16 @@ def _asked_by_torch(frame: FrameType) -> bool:
 
 def _gives_itself(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether torch gives the tensor itself, as of `p.to(p.device)` and `p.contiguous()`."""
-    first = args[0]
+    first, given = args[0], (args[1:], kwargs)
     if name in F.ITSELF or (name in F.ITSELF_OF_PARAMETERS and isinstance(first, Part)):
         like = local(first)
+        if not any(isinstance(x, torch.memory_format) for x in pytree.tree_leaves(given)):
+            like = like.new_empty(0)  # nothing is converted, to find out
     elif name in F.ITSELF_BY_SHAPE and isinstance(first, Part):
         like = torch.empty(first._lies.shape, dtype=first.dtype, device="meta")
     else:
         return False
-    others, named = pytree.tree_map_only(Parted, local, (args[1:], kwargs))
+    others, named = pytree.tree_map_only(Parted, local, given)
     return func(like, *others, **named) is like
 
 

@@ -3,11 +3,12 @@ gradients which float16 has no numbers for are kept, as where the scaled loss is
 
 from __future__ import annotations
 
-import gc
 import weakref
 
 import torch
 from torch import Tensor
+
+from autopar.run.instances import instances
 
 __all__ = ["Scaling"]
 
@@ -29,7 +30,7 @@ class Scaling:
             self._looks = _LOOKS
         if self._looks:
             self._looks -= 1
-            scalers = _of_the_process()
+            scalers = [x for x in instances(torch.amp.GradScaler) if x.is_enabled()]
             self._scalers = [weakref.ref(x) for x in scalers]
         if len(scalers) == 1:
             return scalers[0].get_scale() * self._share
@@ -45,11 +46,3 @@ class Scaling:
 
     def _alive(self) -> list[torch.amp.GradScaler]:
         return [found for ref in self._scalers if (found := ref()) is not None]
-
-
-def _of_the_process() -> list[torch.amp.GradScaler]:
-    """Those that are enabled. An object refers to its class, by which it is found without a look at all others."""
-    kinds: list[type[torch.amp.GradScaler]] = [torch.amp.GradScaler]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    return [x for x in gc.get_referrers(*kinds) if type(x) in kinds and x.is_enabled()]
