@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may load anything from a
 import hypothesis
 import pytest
 import torch
+
+logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]  # each export would be written out
 
 hypothesis.settings.register_profile("without a clock", deadline=None)  # the machine may be busy
 hypothesis.settings.load_profile("without a clock")

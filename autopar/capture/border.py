@@ -132,18 +132,24 @@ def _clear_traced(caches: list[Any]) -> None:
             cache.cache_clear()
 
 
-def _keeps_no_data(values: list[Any], depth: int) -> bool:
+_PLAIN = frozenset({str, int, float, bool, set, frozenset, object, type(None), type, FunctionType, ModuleType})  # not looked into
+
+
+def _keeps_no_data(values: Iterable[Any], depth: int) -> bool:
     for value in values:
+        kind = type(value)
+        if kind in _PLAIN:
+            continue
         if isinstance(value, torch.Tensor) and (isinstance(value, FakeTensor) or value.is_meta):
             return True
         inside: Iterable[Any] = ()
-        if isinstance(value, (tuple, list, dict)):
+        if depth and isinstance(value, (tuple, list, dict)):
             inside = value.values() if isinstance(value, dict) else value
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        elif depth and dataclasses.is_dataclass(kind):
             inside = (getattr(value, f.name, None) for f in dataclasses.fields(value))
-        elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, FunctionType, nn.Module)):
+        elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
             inside = vars(value).values()
-        if depth and _keeps_no_data(list(inside), depth - 1):
+        if inside and _keeps_no_data(inside, depth - 1):
             return True
     return False
 

@@ -13,12 +13,15 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 from torch import fx, nn
 from torch._export import verifier
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
 
 from autopar.capture.answers import Answers, Leaf, Tape, given_by
 from autopar.capture.applied import Function, applied_by, hooks_told, traced_as_kept
@@ -30,7 +33,7 @@ from autopar.capture.held import Opaque
 from autopar.capture.hidden import Hidden
 from autopar.capture.infer import states_of_lstms
 from autopar.capture.numbers import Numbers
-from autopar.capture.source import in_library, module_of
+from autopar.capture.source import in_library, module_of, running_frame
 from autopar.capture.state import State
 from autopar.capture.varying import Followed, refuse_kept
 from autopar.capture.varying import Numbers as NumbersGiven
@@ -272,7 +275,7 @@ def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden:
     _refuse_hooks(step.model)
     printed = io.StringIO()  # where torch.export fails it prints the graph so far
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), quiet(), hidden.hiding():
+        with warnings.catch_warnings(), torch.enable_grad(), contextlib.redirect_stderr(printed), quiet(), hidden.hiding(), _no_more():
             warnings.simplefilter("ignore")  # of the tracing, about the user's model; the user's own run shows them
             with _themselves(), weighed_by_tensors(), states_of_lstms(), _constants_of_regions():
                 exported = torch.export.export(step, args, dict(kwargs), strict=False)
@@ -288,13 +291,41 @@ def export(step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden:
 def _themselves() -> Iterator[None]:
     """Inside, the code of a model that has a module under two names sees its modules themselves: torch's tracer would show it others in
     their place, of types of its own, to keep the names apart. (The tracer is private; there is no other way.)"""
-    tracer = torch.fx.experimental.proxy_tensor._ModuleStackTracer
+    tracer = proxy_tensor._ModuleStackTracer
     shows = vars(tracer)["getattr"]
-    tracer.getattr = torch.fx.experimental.proxy_tensor.PythonKeyTracer.getattr  # type: ignore[method-assign]
+    tracer.getattr = proxy_tensor.PythonKeyTracer.getattr  # type: ignore[method-assign]
     try:
         yield
     finally:
         tracer.getattr = shows  # type: ignore[method-assign]
+
+
+class _Line:
+    """In the place of torch's `CapturedTraceback`: of the calls that lead to an operator the user's own forward alone, by its line, which
+    is all that is asked for. Torch notes all of them for each operator, with their source."""
+
+    @staticmethod
+    def extract() -> _Line:
+        return _Line()
+
+    def summary(self) -> traceback.StackSummary:
+        frame = running_frame("forward")
+        calls = [] if frame is None else [traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, "forward", line="")]
+        return traceback.StackSummary.from_list(calls)
+
+
+@contextlib.contextmanager
+def _no_more() -> Iterator[None]:
+    """Inside, torch does no more for a graph than is asked of it: operators note their `_Line` and the fake tensors they give, and a graph
+    becomes code when it is called, which none is. (The names are private, and are a quarter of the time of an export; there is no other
+    way.)"""
+    with mock.patch.object(fx.proxy, "CapturedTraceback", _Line), mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing):
+        with _use_lazy_graph_module(True):
+            yield
+
+
+def _nothing(value: object) -> None:
+    """Of a fake tensor: it is noted itself."""
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from autopar.capture.interpret import run_op
 from autopar.capture.source import first_line
 from autopar.errors import CaptureError
 from autopar.ir import Op, Ref, TensorType, call_text, map_refs, refs
+from autopar.run.autocast import ambient
 
 __all__ = ["Inference", "Meta", "meta_of", "states_of_lstms"]
 
@@ -64,10 +65,15 @@ def states_of_lstms() -> Iterator[None]:
         yield
 
 
+_OF_TORCH: dict[object, tuple[Meta | None, ...]] = {}  # of torch's own operators, for all models of this process
+_MOST = 1 << 14
+
+
 class Inference:
     """infer(op, metas): the Meta of every output of an operator, None for outputs that it does not have.
 
-    Equal calls on equal Metas are run once, so that the layers of a deep model cost what one layer costs.
+    Equal calls on equal Metas are run once, so that the layers of a deep model cost what one layer costs; those of torch's own operators
+    once in a process.
     """
 
     def __init__(self) -> None:
@@ -85,10 +91,20 @@ class Inference:
         if found is None:
             key = (call_text(op), places, tuple(given), op.no_grad, len(op.outputs))
             if key not in self._known:
-                self._known[key] = self._run(map_refs(op, lambda name: Ref(str(order[name]))), given)
+                self._known[key] = self._once(key, map_refs(op, lambda name: Ref(str(order[name]))), given)
             found = self._of_same[same] = self._known[key]
             self._kept += given
         return found
+
+    def _once(self, key: object, op: Op, given: list[Meta]) -> tuple[Meta | None, ...]:
+        if not op.target.startswith("aten."):  # a region is another in each model
+            return self._run(op, given)
+        anywhere = key, torch.get_default_dtype(), ambient()
+        if anywhere not in _OF_TORCH:
+            if len(_OF_TORCH) >= _MOST:
+                _OF_TORCH.clear()
+            _OF_TORCH[anywhere] = self._run(op, given)
+        return _OF_TORCH[anywhere]
 
     def _run(self, op: Op, metas: list[Meta]) -> tuple[Meta | None, ...]:
         with self._mode, torch.enable_grad(), states_of_lstms():

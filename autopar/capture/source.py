@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 from torch import nn
 
-__all__ = ["first_line", "frame_line", "in_library", "module_of", "paths_of", "running_line", "source_line"]
+__all__ = ["first_line", "frame_line", "in_library", "module_of", "paths_of", "running_frame", "running_line", "source_line"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = tuple(os.path.join(os.path.dirname(os.path.dirname(__file__)), name) + os.sep for name in ("capture", "run"))
@@ -35,10 +35,16 @@ def source_line(stack_trace: str) -> str:
 
 def running_line() -> str:
     """The same of the code that is running now."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and in_library(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = running_frame()
     return "" if frame is None else frame_line(frame, frame.f_lineno)
+
+
+def running_frame(name: str | None = None) -> FrameType | None:
+    """The innermost running call of a function that is not torch's; name: of one of this name."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and ((name is not None and frame.f_code.co_name != name) or in_library(frame.f_code.co_filename)):
+        frame = frame.f_back
+    return frame
 
 
 def frame_line(frame: FrameType, line: int) -> str:
