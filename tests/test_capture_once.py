@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from autopar.capture import capture, export
 from autopar.capture.infer import Inference, Meta
 from autopar.ir import Op, Ref
-from autopar.run.region import REGION
 from benchmarks._small import MODELS
 
 pytestmark = pytest.mark.pure
@@ -64,42 +63,3 @@ def test_types_depend_on_the_default_dtype() -> None:
         finally:
             torch.set_default_dtype(before)
     assert found == [torch.float32, torch.float64]
-
-
-class _Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.reshape(-1, 2).clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return 3.0 * gradient.reshape(-1, 4)
-
-
-class _Halved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x[:, :2].clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return F.pad(5.0 * gradient, (0, 2))
-
-
-class AsWritten(nn.Module):
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.function.apply(self.layer(x))
-        return (out * out).mean()
-
-
-def test_what_runs_as_it_is_written_is_another_in_each_model() -> None:
-    """Of equal names and arguments."""
-    inputs = (torch.randn(6, 4),)
-    first, second = (capture(AsWritten(f), inputs).program for f in (_Doubled, _Halved))
-    shapes = [[p.types[o].shape for op in p.ops if op.target == REGION for o in op.outputs if o] for p in (first, second)]
-    assert shapes == [[(12, 2)], [(6, 2)]]

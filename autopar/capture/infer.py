@@ -97,7 +97,7 @@ class Inference:
         return found
 
     def _once(self, key: object, op: Op, given: list[Meta]) -> tuple[Meta | None, ...]:
-        if not op.target.startswith("aten."):  # a region is another in each model
+        if not op.target.startswith("aten."):  # operators of others may be defined anew
             return self._run(op, given)
         anywhere = key, torch.get_default_dtype(), ambient()
         if anywhere not in _OF_TORCH:
