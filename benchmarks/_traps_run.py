@@ -13,7 +13,6 @@ import gc
 import json
 import linecache
 import math
-import multiprocessing
 import os
 import re
 import traceback
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import AutoparError, LaunchError, RenderError
 from autopar.run import WorkerPool
+from benchmarks._forked import begin
 from benchmarks._traps import PROGRAMS
 from benchmarks._traps_kit import Compile, Results
 
@@ -99,12 +99,7 @@ class Judge:
         self._pools: dict[tuple[int, str], WorkerPool] = {}
 
     def __enter__(self) -> Judge:
-        if "forkserver" in multiprocessing.get_all_start_methods():  # workers are then forked from a process that has imported all this
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["benchmarks._traps_run", "autopar.parallel"])
-            first = context.Process(target=os.getpid)
-            first.start()
-            first.join()
+        begin()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -16,6 +16,8 @@ import hypothesis
 import pytest
 import torch
 
+from benchmarks._forked import begin
+
 logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]  # each export would be written out
 
 hypothesis.settings.register_profile("without a clock", deadline=None)  # the machine may be busy
@@ -45,6 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid} says not what it needs: mark it with one of {', '.join(KINDS)}")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Workers are forked with what nearly all of them would import."""
+    if item.get_closest_marker("gloo"):
+        begin()
 
 
 @pytest.fixture(autouse=True)

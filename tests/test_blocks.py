@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -193,9 +192,8 @@ def test_layers_that_differ_in_rates_alone_are_alike(rate: Callable[[Tensor, int
 
 
 @pytest.mark.filterwarnings("ignore")  # op_db calls deprecated operators too
-def test_strategies_do_not_depend_on_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategies_do_not_depend_on_rates() -> None:
     """Every operator of op_db that takes a number between 0 and 1 has the same ones with another such number."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])  # or pytest has every traced node described
     compared = set()
     for info in op_db(divisible=True):
         for case in op_db_cases(info, limit=3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -248,9 +247,8 @@ def test_a_quotient_of_sums() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # op_db calls deprecated operators too
-def test_op_db(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_op_db() -> None:
     """PyTorch's operator samples, with its sizes changed to ones that divide."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])  # or pytest has every traced node described
     tally = Tally()
     for info in op_db(divisible=True):
         for case in op_db_cases(info, limit=2):
