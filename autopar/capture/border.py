@@ -137,19 +137,20 @@ _PLAIN = frozenset({str, int, float, bool, set, frozenset, object, type(None), t
 
 def _keeps_no_data(values: Iterable[Any], depth: int) -> bool:
     for value in values:
-        kind = type(value)
-        if kind in _PLAIN:
+        if type(value) in _PLAIN:
             continue
         if isinstance(value, torch.Tensor) and (isinstance(value, FakeTensor) or value.is_meta):
             return True
+        if not depth:
+            continue
         inside: Iterable[Any] = ()
-        if depth and isinstance(value, (tuple, list, dict)):
+        if isinstance(value, (tuple, list, dict)):
             inside = value.values() if isinstance(value, dict) else value
-        elif depth and dataclasses.is_dataclass(kind):
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             inside = (getattr(value, f.name, None) for f in dataclasses.fields(value))
-        elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
             inside = vars(value).values()
-        if inside and _keeps_no_data(inside, depth - 1):
+        if _keeps_no_data(list(inside), depth - 1):
             return True
     return False
 

@@ -23,11 +23,11 @@ _ATEN = torch.ops.aten
 def labels_in_rows(module: fx.GraphModule) -> None:
     """Rewrite such labels of a graph, and of those that it holds."""
     for part in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
-        losses = [n for n in part.graph.nodes if n.target is torch.ops.autopar_operators.ctc_loss.default]
-        for n, found in [(n, found) for n in losses if (found := _selected(n)) is not None]:
-            with part.graph.inserting_before(n):
-                n.update_arg(1, _rows(part.graph, n, *found))
-            part.recompile()
+        for n in list(part.graph.nodes):
+            if n.target is torch.ops.autopar_operators.ctc_loss.default and (found := _selected(n)) is not None:
+                with part.graph.inserting_before(n):
+                    n.update_arg(1, _rows(part.graph, n, *found))
+                part.recompile()
 
 
 def _selected(loss: fx.Node) -> tuple[fx.Node, fx.Node] | None:
