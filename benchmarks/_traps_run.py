@@ -28,8 +28,9 @@ import autopar
 from autopar.errors import AutoparError, LaunchError, RenderError
 from autopar.run import WorkerPool
 from benchmarks._forked import begin
+from benchmarks._mixed import mixed_program
 from benchmarks._traps import PROGRAMS
-from benchmarks._traps_kit import Compile, Results
+from benchmarks._traps_kit import Compile, Program, Results
 
 __all__ = ["OUTCOMES", "PLANS", "USUAL", "Judge", "Outcome", "PlanOf", "differences"]
 
@@ -108,7 +109,7 @@ class Judge:
 
     def outcomes(self, name: str, plans: Sequence[str]) -> Iterator[Outcome]:
         """The outcome of a program under each plan."""
-        program = PROGRAMS[name]
+        program = _program(name)
         about = {"name": name, "kind": program.kind}
         try:
             (expected,) = self._run(1, name, None)
@@ -144,6 +145,10 @@ class Judge:
             if "did not end within" not in str(error):
                 raise
         return pool.run(run_program, name, plan, device, self.made_on, timeout_s=self.limit_s)  # what hangs does so twice
+
+
+def _program(name: str) -> Program:
+    return mixed_program(name) or PROGRAMS[name]
 
 
 def differences(found: Results, expected: Results) -> list[str]:
@@ -219,7 +224,7 @@ def run_program(name: str, plan: str | None, device: str = "cpu", made_on: str |
         _drawn_on(made_on)
     torch.manual_seed(1234)
     try:
-        return _plain(PROGRAMS[name].run(_same if plan is None else _compiled(plan, device)))
+        return _plain(_program(name).run(_same if plan is None else _compiled(plan, device)))
     except Exception as error:  # noqa: BLE001  (whatever a program ends with is its outcome)
         raise Stopped(json.dumps(_described(error))) from None
     finally:
