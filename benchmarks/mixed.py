@@ -20,7 +20,9 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from benchmarks._mixed import mixed_program, script_named, shorter
 from benchmarks._traps_run import OUTCOMES, PLANS, Judge, Outcome
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> int:
                 if o.outcome == "refused":
                     print(f"    refused under {o.plan}: {o.reason[:200]}", flush=True)
                 elif o.outcome in BAD:
-                    least = _shortest(judge, o)
+                    least = shortest(judge, o)
                     print(f"    {least.outcome} under {least.plan}: {least.name}: {script_named(least.name)}", flush=True)
                     print(f"        {least.reason[:600]} {least.where}", flush=True)
     total = Counter(o.outcome for o in outcomes)
@@ -57,8 +59,12 @@ def main(argv: list[str]) -> int:
     return 1 if any(total[k] for k in BAD) else 0
 
 
-def _shortest(judge: Judge, bad: Outcome) -> Outcome:
-    """The same outcome with as few actions as single ones can be left out."""
+class Judges(Protocol):
+    def outcomes(self, name: str, plans: Sequence[str], /) -> Iterator[Outcome]: ...
+
+
+def shortest(judge: Judges, bad: Outcome) -> Outcome:
+    """The same outcome of a script of which no single action can be left out."""
     going = True
     while going:
         going = False
