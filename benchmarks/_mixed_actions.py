@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from benchmarks._mixed_models import Design, Mixed, sample
+from benchmarks._mixed_models import CLASSES, Critic, Design, Mixed, sample
 from benchmarks._traps_kit import Compile, gradients, state
 
 __all__ = ["ACTIONS", "OPTIMIZERS", "Run"]
@@ -34,6 +34,8 @@ class Run:
     model: Any = None
     optimizer: Any = None
     schedule: Any = None
+    critic: Any = None
+    of_critic: Any = None
     average: dict[str, Tensor] = field(default_factory=dict)
     at: int = 0  # batches that were given
     found: list[Any] = field(default_factory=list)
@@ -56,10 +58,10 @@ class Run:
         self.at += 1
         return sample(self.design, self.at, size)
 
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """As the script makes it of what a call returns."""
+    def loss(self, x: Tensor, y: Tensor, **more: Any) -> Tensor:
+        """As the script makes it of what a call returns. more: for a model that makes its loss itself."""
         form = self.design.form
-        made = self.model(x) if form == "logits" else self.model(x, y)
+        made = self.model(x) if form == "logits" else self.model(x, y, **more)
         if form == "logits":
             return F.cross_entropy(made, y)
         if form == "loss" or isinstance(made, Tensor):
@@ -547,7 +549,7 @@ def sharpness(run: Run) -> None:
     given = run.next()
     run.optimizer.zero_grad()
     run.loss(*given).backward()
-    moved = [(p, 0.05 * p.grad.sign()) for p in run.model.parameters() if p.grad is not None]
+    moved = [(p, 0.5 * p.grad) for p in run.model.parameters() if p.grad is not None]
     with torch.no_grad():
         for p, way in moved:
             p.add_(way)
@@ -707,3 +709,79 @@ def norms_updated(run: Run) -> None:
     with torch.no_grad():
         for _ in range(2):
             run.loss(*run.next())
+
+
+@action
+def smoothed(run: Run) -> None:
+    """A number among the arguments, another in each call."""
+    for k in range(2):
+        run.optimizer.zero_grad()
+        loss = run.loss(*run.next(), smoothing=0.05 * (k + run.at % 3))
+        loss.backward()
+        run.optimizer.step()
+        run.found.append(loss.item())
+
+
+@action
+def weighted(run: Run) -> None:
+    """A tensor that other calls do not give."""
+    run.optimizer.zero_grad()
+    loss = run.loss(*run.next(), weights=torch.linspace(0.5, 1.5, BATCH))
+    loss.backward()
+    run.optimizer.step()
+    run.found.append(loss.item())
+
+
+@action
+def against_a_critic(run: Run) -> None:
+    """Two models and their optimizers in turns, where the call returns logits."""
+    if run.design.form != "logits":
+        step(run)
+        return
+    if run.critic is None:
+        torch.manual_seed(3)
+        run.critic = run.compile(Critic(), example_inputs=(torch.zeros(BATCH, CLASSES),), outputs="trained")
+        run.of_critic = torch.optim.Adam(run.critic.parameters(), lr=0.01, eps=EPS)
+    x, y = run.next()
+    real = 4.0 * F.one_hot(y, CLASSES).to(torch.get_default_dtype())
+    made = run.model(x)
+    run.of_critic.zero_grad()
+    judged = F.softplus(-run.critic(real)).mean() + F.softplus(run.critic(made.detach())).mean()
+    judged.backward()
+    run.of_critic.step()
+    run.optimizer.zero_grad()
+    loss = F.cross_entropy(made, y) + 0.1 * F.softplus(-run.critic(made)).mean()
+    loss.backward()
+    run.optimizer.step()
+    run.found.append([judged.item(), loss.item(), state(run.critic)])
+
+
+@action
+def distilled(run: Run) -> None:
+    """Towards a plain copy of what the model was at the beginning, which every rank has whole."""
+    torch.manual_seed(0)
+    teacher = Mixed(run.design).eval()
+    x, y = run.next()
+    with torch.no_grad():
+        taught = teacher(x).softmax(-1)
+    run.optimizer.zero_grad()
+    made = run.model(x) if run.design.form == "logits" else None
+    loss = run.loss(x, y) if made is None else F.cross_entropy(made, taught)
+    loss.backward()
+    run.optimizer.step()
+    run.found.append(loss.item())
+
+
+@action
+def mixed_up(run: Run) -> None:
+    """Inputs of two samples in one."""
+    if run.design.body == "text":
+        step(run)
+        return
+    x, y = run.next()
+    run.optimizer.zero_grad()
+    loss = 0.7 * run.loss(0.7 * x + 0.3 * x.flip(0), y)
+    loss = loss + 0.3 * run.loss(0.7 * x + 0.3 * x.flip(0), y.flip(0))
+    loss.backward()
+    run.optimizer.step()
+    run.found.append(loss.item())

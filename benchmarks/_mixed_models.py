@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["BODIES", "EXTRAS", "FORMS", "CLASSES", "Design", "Mixed", "design_of", "sample"]
+__all__ = ["BODIES", "CLASSES", "EXTRAS", "FORMS", "Critic", "Design", "Mixed", "design_of", "sample"]
 
 LENGTH, FEATURES, WIDTH, CLASSES, TOKENS = 6, 8, 16, 4, 12
 BODIES = ("mlp", "convolution", "attention", "recurrent", "text", "mixture")
@@ -36,6 +36,15 @@ EXTRAS = (
     "gated",  # a parameter without dims
     "penalised",  # the loss has a term of a weight alone
     "listed",  # each call appends a number to a list
+    "spectral",  # the weight of a layer is divided by its norm, which a buffer follows
+    "rounded",  # activations are rounded, and gradients pass
+    "reversed",  # a second head trains the body against it
+    "queue",  # a buffer of the last features, to which samples are compared
+    "warmed",  # a buffer of steps from which a weight of the loss follows
+    "positions",  # a buffer that no state_dict has
+    "contrasted",  # a loss between the samples of a batch
+    "cached",  # tensors in a dict, by length
+    "centred",  # features less their mean over the batch
 )
 
 
@@ -112,6 +121,37 @@ class Recurrent(nn.Module):
         return self.cells(h)[0]
 
 
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return (4 * h).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return -0.5 * grads[0]
+
+
+class Critic(nn.Module):
+    """Whether logits [batch, classes] are those of a model: [batch, 1]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(CLASSES, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return self.down(F.leaky_relu(self.up(logits.softmax(-1)), 0.2))
+
+
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -135,6 +175,9 @@ class Mixed(nn.Module):
 
     steps: Tensor
     mean: Tensor
+    table: Tensor
+    at: Tensor
+    queue: Tensor
 
     def __init__(self, design: Design) -> None:
         super().__init__()
@@ -151,7 +194,7 @@ class Mixed(nn.Module):
             self.again.weight = self.middle.weight
         if "frozen" in extras:
             self.first.requires_grad_(False)
-        if "counter" in extras:
+        if extras & {"counter", "warmed"}:
             self.register_buffer("steps", torch.tensor(0))
         if "moving" in extras:
             self.register_buffer("mean", torch.zeros(WIDTH))
@@ -168,7 +211,16 @@ class Mixed(nn.Module):
             self.a, self.b = nn.Parameter(torch.randn(2, WIDTH) / 4), nn.Parameter(torch.randn(WIDTH, 2) / 4)
         if "gated" in extras:
             self.gate = nn.Parameter(torch.tensor(0.5))
-        self.scale, self.seen = 1.0, list[float]()
+        if "spectral" in extras:
+            self.bounded = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        if "reversed" in extras:
+            self.domain = nn.Linear(WIDTH, 2)
+        if "queue" in extras:
+            self.register_buffer("queue", torch.randn(8, WIDTH))
+            self.register_buffer("at", torch.tensor(0))
+        if "positions" in extras:
+            self.register_buffer("table", torch.arange(16 * WIDTH).view(16, WIDTH).div(WIDTH).sin(), persistent=False)
+        self.scale, self.seen, self.tables = 1.0, list[float](), dict[int, Tensor]()
 
     def body(self, h: Tensor) -> Tensor:
         for block in self.blocks:
@@ -179,6 +231,10 @@ class Mixed(nn.Module):
         """[batch, width]"""
         extras = self.extras
         h = torch.tanh(self.first(x))
+        if "positions" in extras:
+            h = h + 0.1 * self.table[: h.size(1)]
+        if "cached" in extras:
+            h = h + self._of_length(h.size(1)).unsqueeze(-1)
         h = checkpoint(self.body, h, use_reentrant=False) if "checkpointed" in extras and self.training else self.body(h)
         h = self.norm(h.mean(1))
         h = torch.tanh(self.middle(h))
@@ -196,6 +252,12 @@ class Mixed(nn.Module):
             h = h + 0.1 * self.teacher(h.detach())
         if "parametrized" in extras:
             h = self.turned(h)
+        if "spectral" in extras:
+            h = self.bounded(h)
+        if "rounded" in extras:
+            h = Rounded.apply(h)
+        if "centred" in extras:
+            h = h - h.mean(0, keepdim=True)
         if "adapted" in extras:
             h = h + self.base(h) + h @ self.a.T @ self.b.T
         if "gated" in extras:
@@ -204,10 +266,37 @@ class Mixed(nn.Module):
             h = h.clamp(-1, 1)
         return h * self.scale if "scaled" in extras else h
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+    def _of_length(self, length: int) -> Tensor:
+        if length not in self.tables:
+            self.tables[length] = torch.linspace(-0.2, 0.2, length)
+        return self.tables[length]
+
+    def _more(self, h: Tensor, y: Tensor) -> Tensor:
+        """What is added to the loss."""
+        more = h.new_zeros(())
+        if "auxiliary" in self.extras:
+            more = more + 0.3 * F.cross_entropy(self.second(h), y)
+        if "penalised" in self.extras:
+            more = more + 0.01 * self.middle.weight.square().sum()
+        if "reversed" in self.extras:
+            more = more + F.cross_entropy(self.domain(Reversed.apply(h)), y % 2)
+        if "contrasted" in self.extras:
+            z = F.normalize(h, dim=-1)
+            more = more + 0.1 * F.cross_entropy(5 * z @ z.T, torch.arange(len(z)))
+        if "queue" in self.extras:
+            more = more + 0.05 * (F.normalize(h, dim=-1) @ F.normalize(self.queue, dim=-1).T).exp().mean()
+            if self.training:
+                with torch.no_grad():
+                    self.queue[self.at % 8] = h.mean(0)
+                    self.at += 1
+        if "warmed" in self.extras:
+            more = more * (self.steps + 1).clamp(max=4) / 4
+        return more
+
+    def forward(self, x: Tensor, y: Tensor | None = None, smoothing: float = 0.0, weights: Tensor | None = None) -> Any:
         h = self.hidden(x)
         logits = self.head(h)
-        if "counter" in self.extras and self.training:
+        if self.extras & {"counter", "warmed"} and self.training:
             self.steps += 1
         if "kept" in self.extras:
             self.last = logits.detach()
@@ -215,9 +304,6 @@ class Mixed(nn.Module):
             self.seen.append(float(logits.detach().abs().mean()))
         if self.form == "logits" or y is None:
             return logits
-        loss = F.cross_entropy(logits, y)
-        if "auxiliary" in self.extras:
-            loss = loss + 0.3 * F.cross_entropy(self.second(h), y)
-        if "penalised" in self.extras:
-            loss = loss + 0.01 * self.middle.weight.square().sum()
+        each = F.cross_entropy(logits, y, label_smoothing=smoothing, reduction="none")
+        loss = (each if weights is None else each * weights).mean() + self._more(h, y)
         return {"loss": loss, "dict": {"loss": loss, "logits": logits}, "pair": (loss, logits), "record": Record(loss, logits)}[self.form]
