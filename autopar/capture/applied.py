@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -14,34 +15,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.run import applies
 from autopar.run.alone import written
+from autopar.run.applies import Apply, Function
 from autopar.run.region_modules import AsAutograd
 
 __all__ = ["Function", "Kept", "applied_by", "hooks_told", "keeping_what_runs_again", "only_computes", "traced_as_kept"]
 
-Function = type[torch.autograd.Function]
 Calls = Callable[[Function, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-@contextlib.contextmanager
-def applied_by(call: Calls) -> Iterator[None]:
+def applied_by(call: Calls) -> contextlib.AbstractContextManager[None]:
     """Inside, autograd functions that are neither torch's nor of this package are applied by `call`: it is given the function, what applies
     it, and its arguments. So are those of torch's distributions, whose operators have no gradients, where gradients are wanted."""
-    before = torch.autograd.Function.__dict__["apply"]
 
-    def applied(cls: Function, *args: Any, **kwargs: Any) -> Any:
-        apply = before.__get__(None, cls)
-        if cls.__module__.startswith("torch.distributions."):
+    def applied(apply: Apply, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function.__module__.startswith("torch.distributions."):
             as_it_is = not torch.is_grad_enabled()
         else:
-            as_it_is = cls.__module__.startswith(("torch.", "autopar."))
-        return apply(*args, **kwargs) if as_it_is else call(written(cls), apply, args, kwargs)
+            as_it_is = function.__module__.startswith(("torch.", "autopar."))
+        return apply(function, *args, **kwargs) if as_it_is else call(written(function), functools.partial(apply, function), args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = before  # type: ignore[method-assign]
+    return applies.applied_by(applied)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d  # its _get_default_group and _world, which say what the default group is
 
 from autopar.run import record
+from autopar.run.applies import Apply, Function, applied_by
 
 __all__ = ["as_one_process", "is_collective", "written"]
 
@@ -91,7 +92,6 @@ _METHODS: dict[str, Callable[..., Any]] = {  # of a process group of one; torch 
 _One: Any = type("_One", (), dict(_METHODS))
 _ONE = _One()
 _TALK = frozenset(name for name, x in vars(dist).items() if type(x) is FunctionType and is_collective(x))
-Function = type[torch.autograd.Function]
 _derived: weakref.WeakKeyDictionary[Function, Function] = weakref.WeakKeyDictionary()
 
 
@@ -117,6 +117,10 @@ def _alone(function: Function) -> Function:
             kind: Any = type(function)
             _derived[function] = kind(function.__name__, (function,), own | {"__qualname__": function.__qualname__})
     return _derived[function]
+
+
+def _applied_alone(apply: Apply, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return apply(_alone(function), *args, **kwargs)
 
 
 def _talks(function: Any, depth: int = 3) -> bool:
@@ -154,21 +158,15 @@ def as_one_process() -> Iterator[None]:
     while everyone is not None and record.saves_beside():
         time.sleep(_PAUSE_S)
     methods = {name: vars(dist.ProcessGroup)[name] for name in _ITS_OWN}
-    applies = torch.autograd.Function.__dict__["apply"]
-
-    def applied(function: Function, *args: Any, **kwargs: Any) -> Any:
-        return applies.__get__(None, _alone(function))(*args, **kwargs)
-
     try:
         dist.group.WORLD = None
         c10d._get_default_group = _the_one
         ranks[_ONE], kinds[_ONE] = {0: 0}, ("gloo", None)
         for name in methods:  # a model may hold a group
             setattr(dist.ProcessGroup, name, _METHODS[name])
-        torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
-        yield
+        with applied_by(_applied_alone):
+            yield
     finally:
-        torch.autograd.Function.apply = applies  # type: ignore[method-assign]
         for name, own in methods.items():
             setattr(dist.ProcessGroup, name, own)
         ranks.pop(_ONE, None)

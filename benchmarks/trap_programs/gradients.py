@@ -60,6 +60,24 @@ def bound_that_lets_gradients_through(compile: Compile) -> Results:
     return {"losses": losses + train(model, steps=3), "state": state(model)}
 
 
+bounded = _Bounded.apply  # as many files name it
+
+
+@program(KIND, plans=("dp2mb2",))
+def function_under_another_name(compile: Compile) -> Results:
+    """As above, of a function that the file has by the name of what applies it."""
+
+    class Bounding(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(bounded(self.hidden(x), -50.0)), y)
+
+    model = compile(seeded(Bounding), example_inputs=batch())
+    losses = train(model, steps=1)
+    with torch.no_grad():
+        model.blocks[1].down.weight.mul_(400.0)
+    return {"losses": losses + train(model, steps=3), "state": state(model)}
+
+
 class _Gained(torch.autograd.Function):
     """Its backward is another one than autograd's."""
 
@@ -88,6 +106,25 @@ def parameters_cast_for_a_function(compile: Compile) -> Results:
             h = _Gained.apply(h, gains[0].to(h.dtype))
             h = _Gained.apply(h, gains[1].type_as(h).contiguous())
             return _Gained.apply(h, gains[2].reshape(HIDDEN)) + _Gained.apply(h, gains[3].view_as(gains[3]))
+
+    model = compile(seeded(Gained), example_inputs=batch())
+    return {"losses": train(model, steps=3), "state": state(model)}
+
+
+@program(KIND, plans=("dp2tp2", "dp2mb2"))
+def function_held_by_a_layer(compile: Compile) -> Results:
+    """What applies an autograd function is an attribute of the model, and the default of an argument."""
+
+    class Gained(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gained, self.gains = _Gained.apply, nn.ParameterList([nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN)) for _ in range(2)])
+
+        def _again(self, h: Tensor, apply: Any = _Gained.apply) -> Tensor:
+            return apply(h, self.gains[1])
+
+        def hidden(self, x: Tensor) -> Tensor:
+            return self._again(self.gained(super().hidden(x), self.gains[0]))
 
     model = compile(seeded(Gained), example_inputs=batch())
     return {"losses": train(model, steps=3), "state": state(model)}

@@ -407,6 +407,9 @@ class _OfAllRanks(torch.autograd.Function):
         return total[dist.get_rank()]
 
 
+of_all_ranks = _OfAllRanks.apply
+
+
 class _Decorrelated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -423,3 +426,16 @@ class _Decorrelated(nn.Module):
 def gathered_by_a_function_of_its_own(compile: Compile) -> Results:
     with _world_of_one():
         return trained(compile(seeded(_Decorrelated), example_inputs=batch()), steps=4)
+
+
+class _DecorrelatedByName(_Decorrelated):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.other(torch.cat(of_all_ranks(torch.tanh(self.one(x)))))
+        covariance = z.T @ z / len(z)
+        return (covariance - torch.eye(HIDDEN, dtype=z.dtype)).square().mean()
+
+
+@program(KIND)
+def gathered_by_a_function_under_another_name(compile: Compile) -> Results:
+    with _world_of_one():
+        return trained(compile(seeded(_DecorrelatedByName), example_inputs=batch()), steps=4)
