@@ -23,7 +23,7 @@ PROGRAMS_HERE = (
     "buffers_become_one_another", "buffers_become_what_is_drawn", "buffers_of_inputs_written_at_the_end", "centred_anew_midway",
     "checkpoint_around_the_whole", "class_of_settings_by_name", "clipped_norm", "clipped_norm_by_the_module",
     "codes_that_begin_as_the_first_states", "collectives_that_are_not_asked_before", "curvature_of_a_penalty",
-    "dataclasses_in_lists_of_a_dataclass", "dict_in_another_order", "dict_that_is_given_again", "dict_that_is_given_is_written_to",
+    "dataclasses_in_lists_of_a_dataclass", "dict_in_another_order", "dict_that_is_given_again", "dict_that_is_given_is_written_to", "experts_by_sizes_taken_into_python",
     "figures_of_states", "flag_on_a_weight_read_as_written", "flag_switches_a_branch", "forward_that_asks_for_ranks",
     "frozen_codes_moved_by_the_batch", "frozen_from_the_beginning", "frozen_midway", "frozen_network_as_a_loss",
     "function_given_a_layer", "function_held_by_a_layer", "function_under_another_name", "gathered_by_a_function_under_another_name",

@@ -30,9 +30,9 @@ class Numbers:
         self._by_symbol: dict[object, Tensor] = {}
 
     def note(self, number: Any, of: Tensor, dtype: torch.dtype) -> Any:
-        """The number, made of a tensor of one element as that is now."""
-        with torch.no_grad():
-            self._made[id(number)] = number, (tensor := of.detach().reshape(()).to(dtype, copy=True))
+        """The number, made of a tensor of one element as that is now. (Without `torch.no_grad()`, which what is detached does not need:
+        torch.export would move what is inside to a graph of its own, and lose who uses the numbers of this one.)"""
+        self._made[id(number)] = number, (tensor := of.detach().reshape(()).to(dtype, copy=True))
         if isinstance(number, NUMBERS):
             self._by_symbol[number.node.expr] = tensor
         return number
@@ -60,9 +60,8 @@ class Numbers:
         tensors, computed = made_of
         if id(number) in self._made:
             return tensors[0]
-        with torch.no_grad():
-            found: Tensor = computed([x.to(torch.float64) for x in tensors])
-            return found.to(torch.int64 if isinstance(number, torch.SymInt) else torch.float64)
+        found: Tensor = computed([x.to(torch.float64) for x in tensors])
+        return found.to(torch.int64 if isinstance(number, torch.SymInt) else torch.float64)
 
 
 def _computed(expression: Any, places: Mapping[object, int]) -> _Of | None:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from autopar.run import function_names as F
 from autopar.run.by_memory import not_transformed
 from autopar.run.lies import Lies
-from autopar.run.part import AnyPart, Part, Parted, in_graph, is_part, lies_of, local, memory_of
+from autopar.run.part import AnyPart, Parted, in_graph, is_part, lies_of, local, memory_of
 from autopar.run.plain import is_size, plainly
 from autopar.run.reductions import Whole
 from autopar.run.sent import COLLECTIVES, finished
@@ -80,12 +80,15 @@ def on_the_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
         whole = pytree.tree_map_only(Parted, lambda x: known.setdefault(id(x), whole_of(x)), (args, kwargs), is_leaf=is_size)
         versions = {key: w._version for key, w in known.items()}
         told = {id(x) for x in _written_by_schema(func, args, kwargs)}
+        statistics = {k: w.detach().clone() for k, w in known.items() if name in F.WRITES_UNSEEN and not w.requires_grad}
         found = finished(func(*whole[0], **whole[1]))
         for x in {id(x): x for x in pytree.tree_leaves((args, kwargs)) if is_part(x)}.values():
-            unseen = name in COLLECTIVES or id(x) in told or (name in F.WRITES_UNSEEN and not isinstance(x, Part))
+            unseen = name in COLLECTIVES or id(x) in told
             if (changed := known[id(x)])._version != versions[id(x)] or unseen:
                 write_whole(local(x), x._lies, changed)
                 found = x if found is changed else found
+            elif id(x) in statistics and not torch.equal(statistics[id(x)], changed):
+                write_whole(local(x).data, x._lies, changed)  # by .data, which counts no write either
             elif found is not None:
                 found = sharing(found, [_source(x, changed)])
         if name in F.RANDOM:

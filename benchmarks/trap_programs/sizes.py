@@ -296,3 +296,24 @@ def experts_split_by_counts(compile: Compile) -> Results:
             return self.mixture(super().hidden(x))
 
     return _results(compile, Mixed)
+
+
+@program(KIND, plans=("dp2tp2",))
+def experts_by_sizes_taken_into_python(compile: Compile) -> Results:
+    """Samples in the order of their experts, cut by `counts.tolist()` in the model's own forward, and added up where they came from."""
+
+    class Sparse(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Linear(HIDDEN, 3), nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+
+        def hidden(self, x: Tensor) -> Tensor:
+            h = super().hidden(x)
+            scores = self.gate(h)
+            gates = scores * (scores > 0)
+            expert, sample = torch.nonzero(gates.T, as_tuple=True)
+            parts = torch.split(h[sample], (gates > 0).sum(0).tolist(), dim=0)
+            made = torch.cat([torch.tanh(layer(part)) for layer, part in zip(self.experts, parts, strict=True)], 0)
+            return h + torch.zeros_like(h).index_add(0, sample, made * gates[sample, expert].unsqueeze(1))
+
+    return _results(compile, Sparse)
