@@ -412,12 +412,15 @@ def adversarial(run: Run) -> None:
 
 @action
 def hooked(run: Run) -> None:
-    """A hook on a layer writes down what it sees for one step."""
-    seen = []
-    handle = run.model.middle.register_forward_hook(lambda layer, given, made: seen.append(made.detach().square().mean().item()))
+    """A hook on a layer writes down what it sees for one step, where outputs are asked for."""
+    if run.design.outputs == "loss":
+        step(run)
+        return
+    seen: list[Tensor] = []
+    handle = run.model.middle.register_forward_hook(lambda layer, given, made: seen.append(made.detach().square().mean()))
     step(run)
     handle.remove()
-    run.found.append(seen)
+    run.found.append([x.item() for x in seen])
 
 
 @action
