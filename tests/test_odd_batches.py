@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.errors import LaunchError
 from autopar.run import WorkerPool
 from benchmarks._traps import PROGRAMS
 from benchmarks._traps_kit import batch
@@ -73,3 +74,18 @@ def test_all_ranks_draw_the_same_for_it(zero: int, pair: WorkerPool) -> None:
     assert losses[1] != losses[2]  # weights do not move: each call draws anew
     assert gradients.keys() == other_gradients.keys()
     assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
+
+
+def _first_of(size: int, example: bool) -> float:
+    model = autopar.compile(Dropping().eval(), 2, cluster="cpu", pins={"dp": 2}, example_inputs=batch() if example else None)
+    return float(model(*batch(size=size)))
+
+
+def test_a_first_batch_that_does_not_divide_is_no_example(pair: WorkerPool) -> None:
+    """What is said of it does: with an example of the usual size such a batch is computed."""
+    with pytest.raises(LaunchError, match=r"does not divide into 2 ranks[\s\S]*batch of this first call[\s\S]*example_inputs="):
+        pair.run(_first_of, 5, False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = float(Dropping().eval()(*batch(size=5)))
+        assert pair.run(_first_of, 5, True) == pytest.approx([expected, expected], rel=1e-5)

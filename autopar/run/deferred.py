@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError, LaunchError, SettingError
+from autopar.errors import AutoparError, Infeasible, LaunchError, SettingError
 from autopar.run.grad_mode import with_gradients
 from autopar.run.inputs import as_example
 from autopar.run.module import ParallelModule
@@ -48,6 +48,13 @@ def started(model: nn.Module) -> ParallelModule | None:
 
 class _NotYet(LaunchError, AttributeError):
     """Nor does `hasattr` find it."""
+
+
+_OF_FIRST = (
+    "The plan is made for the batch of this first call, and dim 0 of the inputs is taken for its samples. Where the usual batch is another "
+    "one, give that: autopar.compile(model, ..., example_inputs=...). A batch that does not divide is then computed whole by each "
+    "data-parallel rank."
+)
 
 
 class DeferredModule(StandIn):
@@ -119,8 +126,11 @@ class DeferredModule(StandIn):
             )
         if self.compiled is None:
             keep["_inputs"] = as_example(args, kwargs)
-            with with_gradients():
-                keep["compiled"] = self._finish(self._inputs)
+            try:
+                with with_gradients():
+                    keep["compiled"] = self._finish(self._inputs)
+            except Infeasible as error:
+                raise Infeasible(f"{error}\n{_OF_FIRST}", more=error.more) from error
         with with_gradients():
             module = self._start(self.compiled, self._inputs)
         self._becomes(module)
