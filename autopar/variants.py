@@ -137,9 +137,10 @@ class Variants:
 
     def _captured_by_all(self, module: ParallelModule, inputs: Any, why: str, **how: Any) -> Captured:
         written, trains = module.written_parameters, torch.is_grad_enabled()
+        known = frozenset(spec.name for spec in module.manifest.buffers)
         with with_gradients(), module.captured_at_home():
             return done_by_all(
-                lambda: self._captured(inputs, why, written=written, trains=trains, **how),
+                lambda: _without_more_buffers(self._captured(inputs, why, written=written, trains=trains, **how), known),
                 same=lambda c: program_hash(c.program), what="capture for other inputs",
             )  # fmt: skip
 
@@ -183,6 +184,21 @@ class Variants:
                 raise PlanError(f"{buffer.name} would have to lie otherwise than it does")
             if not buffer.constant and here is not None and here.shape != buffer.shape:
                 raise PlanError(f"{buffer.name} has the shape {list(here.shape)}, and would have {list(buffer.shape)}")
+
+
+def _without_more_buffers(captured: Captured, known: frozenset[str]) -> Captured:
+    """Buffers that the model has been given since it was planned and that its forward does not use are the loop's own."""
+    program = captured.program
+    read = names_read(program)
+    more = {b.value for b in program.buffers if b.fqn is not None and b.fqn not in known | read and not (b.region or b.mutated)}
+    if not more:
+        return captured
+    program = program.replace(
+        buffers=tuple(b for b in program.buffers if b.value not in more),
+        types={value: type_ for value, type_ in program.types.items() if value not in more},
+    )
+    tensors = {value: tensor for value, tensor in captured.tensors.items() if value not in more}
+    return dataclasses.replace(captured, program=program, tensors=tensors)
 
 
 def _compute_the_same(one: Program, other: Program) -> bool:

@@ -125,6 +125,11 @@ def _group() -> dist.ProcessGroup | None:
 
 
 def _in_parts(model: ParallelModule) -> Subject:
+    if beside := sorted(model.buffers_beside()):
+        raise CheckpointError(
+            f"{', '.join(beside[:3])}{' and others' if len(beside) > 3 else ''}: registered on the model after it was compiled, so that no "
+            f"plan says how they lie. Register them before autopar.compile, or keep them in a dict of your own, and give that to save"
+        )
     tensors = {}
     parts = {part.name: part for part in model.state_at_rest()}
     for name, part in parts.items():

@@ -112,6 +112,7 @@ class Tree:
             for path, module in root.named_modules(remove_duplicate=False)
             for key, child in module._modules.items()
         ]
+        self.planned_buffers = frozenset(name for name, _ in root.named_buffers(remove_duplicate=False))
         self._moved: dict[str, StorageWeakRef] = {}  # by name, the memory that a parameter had before
         self.leaves = Leaves()
         self._outside = Outside(manifest.model, mesh, self.params)

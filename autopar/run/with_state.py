@@ -16,7 +16,7 @@ from autopar.run.full_states import whole_where_full
 from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Mesh
-from autopar.run.part import local
+from autopar.run.part import is_part, lies_of, local
 from autopar.run.stand_in import StandIn, has_state_of_its_own
 from autopar.run.stepping import left_behind
 from autopar.run.tree import Tree
@@ -54,11 +54,13 @@ class WithState(StandIn):
         make of them), whole tensors in their own dtypes on the CPU; it loads there with strict=True. rank0_only: the other ranks get an
         empty dict."""
         kept = not rank0_only or self.mesh.rank == 0
+        beside = {name: _whole(buffer) for name, buffer in self.buffers_beside().items()}
         if self.original is not None and has_state_of_its_own(self.original):
             with self._tree.as_whole(write=False):
-                found = self.original.state_dict() if kept else {}
-            return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), dict(found))
-        full: dict[str, Tensor] = {}
+                found = dict(self.original.state_dict()) if kept else {}
+            found |= {name: whole for name, whole in beside.items() if name in found}
+            return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), found)
+        full: dict[str, Tensor] = {name: whole.to("cpu", copy=True) for name, whole in beside.items()} if kept else {}
         for spec, tensor in state.assemble(self._persistent(), self._tree.at_rest, self.mesh, self.device):
             if kept:
                 value = tensor.to("cpu", copy=True)
@@ -86,12 +88,17 @@ class WithState(StandIn):
         if self.original is not None and has_state_of_its_own(self.original):
             self._load_by_the_original(self.original, given)
             return
-        specs = self._persistent()
+        specs, beside = self._persistent(), self.buffers_beside()
         known = {name: spec.name for spec in specs for name in (spec.name, *spec.aliases)}
         tensors = {known[name]: tensor for name, tensor in given.items() if name in known}
-        if unknown := self.mesh.agree(sorted(set(given) - set(known))):
+        if unknown := self.mesh.agree(sorted(set(given) - set(known) - set(beside))):
             raise ValueError(f"the state_dict has names that {self.manifest.model} has not: {', '.join(unknown)}")
+        of_beside = self.mesh.agree({name: given[name].cpu() for name in beside if name in given}) if beside else {}
+        if missing := sorted(set(beside) - set(of_beside)):
+            raise ValueError(f"the state_dict has not what {self.manifest.model} has: {', '.join(missing)}")
         with torch.no_grad():
+            for name, buffer in beside.items():
+                buffer.copy_(of_beside[name])
             for spec, full in state.distribute(specs, tensors, self.mesh, self.device):
                 self._tree.at_rest(spec.name).copy_(self._tree.lies[spec.name].cut(full))
 
@@ -134,6 +141,18 @@ class WithState(StandIn):
         for name, param in wholes.items():
             left_behind(param, name)
 
+    def buffers_beside(self) -> dict[str, Tensor]:
+        """Persistent buffers that the model was given after it was compiled, by name: the loop's own, which no forward reads. They lie as
+        they were registered."""
+        modules = () if self.original is None else self.original.named_modules()
+        return {
+            name: buffer
+            for path, module in modules
+            for key, buffer in module._buffers.items()
+            if buffer is not None and key not in module._non_persistent_buffers_set
+            and (name := f"{path}.{key}" if path else key) not in self._tree.planned_buffers
+        }  # fmt: skip
+
     def at_rest(self, name: str) -> Tensor:
         """This rank's part of a parameter or buffer of the original, by its name, as a plain tensor that shares its memory; empty if
         another pipeline stage holds it. KeyError if there is none of that name."""
@@ -147,3 +166,8 @@ class WithState(StandIn):
     def _persistent(self) -> tuple[ParamSpec | BufferSpec, ...]:
         kept = (b for b in self.manifest.buffers if b.persistent and not b.constant and not b.region)
         return (*self.manifest.params, *(b for b in kept if self._tree.stands(b.name)))
+
+
+def _whole(buffer: Tensor) -> Tensor:
+    """Collective: plain and whole."""
+    return lies_of(buffer).gather(local(buffer)) if is_part(buffer) else buffer.detach()  # type: ignore[arg-type]

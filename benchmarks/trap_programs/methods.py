@@ -279,3 +279,32 @@ def optimizers_of_a_number(compile: Compile) -> Results:
         kept = optimizer.state[model.scale]
         figures[kind.__name__] = {name: float(t.abs().sum()) for name, t in kept.items() if isinstance(t, Tensor)}
     return {"losses": losses, "figures": figures, "state": state(model)}
+
+
+@program(KIND, plans=("dp2tp2",))
+def consolidated_in_buffers(compile: Compile) -> Results:
+    """Elastic weight consolidation as published: after a task the model is given buffers, of weights and of their importance, which no
+    forward reads and the loss outside does."""
+    model = compile(seeded(Net), example_inputs=batch())
+    optimizer, losses = sgd(model), []
+
+    def loss_of(task: int, at: int) -> Tensor:
+        loss: Tensor = model(*batch(3 * task + at))
+        for name, p in model.named_parameters() if task else ():
+            mean, importance = (getattr(model, f"{name.replace('.', '__')}_{kind}") for kind in ("mean", "importance"))
+            loss = loss + (importance * (p - mean).square()).sum()
+        return loss
+
+    for task in range(3):
+        for at in range(2):
+            optimizer.zero_grad()
+            loss = loss_of(task, at)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        optimizer.zero_grad()
+        model(*batch(3 * task + 2)).backward()
+        for name, p in list(model.named_parameters()):
+            model.register_buffer(f"{name.replace('.', '__')}_mean", p.detach().clone())
+            model.register_buffer(f"{name.replace('.', '__')}_importance", 100 * p.grad.detach().square())
+    return {"losses": losses, "state": state(model), "later": train(model, optimizer)}
