@@ -30,6 +30,7 @@ from autopar.run.checkpointed import without_checkpointing
 from autopar.run.grad_mode import GradMode
 from autopar.run.grad_mode import as_called as called_in
 from autopar.run.objects import key_name
+from autopar.run.recoded import answered_by, as_it_was
 from autopar.run.region import REGION
 
 __all__ = ["Around", "as_called", "as_not_traced", "asking", "capturing", "check_told", "said_otherwise"]
@@ -271,7 +272,7 @@ def _told_as_it_runs(traced: Traced | None) -> Iterator[None]:
 
     def told(found: Callable[[], bool]) -> Callable[[], bool]:
         def is_traced() -> bool:
-            frame = sys._getframe(1)
+            frame = sys._getframe(2)  # who has called the function that asks this
             if str(frame.f_globals.get("__name__", "")).startswith("torch._dynamo") and frame.f_back is not None:
                 frame = frame.f_back  # which asks for another
             name = frame.f_globals.get("__name__", "")
@@ -282,11 +283,7 @@ def _told_as_it_runs(traced: Traced | None) -> Iterator[None]:
 
         return is_traced
 
-    before = {name: getattr(torch.compiler, name) for name in _OF_COMPILERS if hasattr(torch.compiler, name)}
-    try:
-        for name, function in before.items():
-            setattr(torch.compiler, name, told(function))
+    with contextlib.ExitStack() as stack:
+        for function in (getattr(torch.compiler, name) for name in _OF_COMPILERS if hasattr(torch.compiler, name)):
+            stack.enter_context(answered_by(function, told(as_it_was(function))))
         yield
-    finally:
-        for name, function in before.items():
-            setattr(torch.compiler, name, function)

@@ -24,6 +24,7 @@ from autopar.capture.export import FAILURES, as_exported, objective_of
 from autopar.capture.samples import gives_the_same, stand_ins
 from autopar.capture.source import first_line, module_of, paths_of, running_line
 from autopar.errors import CaptureError
+from autopar.run.recoded import answered_by, as_it_was
 from autopar.run.region import Place, Region
 from autopar.run.region_modules import Applied, AsAutograd
 
@@ -173,14 +174,12 @@ def below(path: str, others: Iterable[str]) -> bool:
 @contextlib.contextmanager
 def _asked_by(tell: Callable[[], None]) -> Iterator[None]:
     """Inside, `tell` is called where gradients are asked for."""
-    grad = torch.autograd.grad
+    own: Any = torch.autograd.grad
+    grad = as_it_was(own)
 
     def asked(*args: Any, **kwargs: Any) -> Any:
         tell()
         return grad(*args, **kwargs)
 
-    torch.autograd.grad = asked
-    try:
+    with answered_by(own, asked):
         yield
-    finally:
-        torch.autograd.grad = grad

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
+from torch.autograd import grad as gradient_of
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from benchmarks import _traps_kit as kit
 from benchmarks._traps_kit import (
@@ -490,3 +492,41 @@ def sums_of_views_of_weights(compile: Compile) -> Results:
             return F.linear(h, torch.stack([self.head.weight, self.delta]).sum(0), self.head.bias)
 
     return trained(compile(seeded(Summed), example_inputs=batch()))
+
+
+class _Felt(nn.Module):
+    """A part whose output is the gradient of an energy, asked for by the name that the file has for torch's function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+
+    def forward(self, h: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return gradient_of(self.energy(h).sum(), h, create_graph=True)[0]
+
+
+@program(KIND, plans=("dp2tp2",))
+def gradients_asked_for_by_another_name(compile: Compile) -> Results:
+    class Feeling(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.felt = _Felt()
+
+        def hidden(self, x: Tensor) -> Tensor:
+            h = super().hidden(x)
+            return h + self.felt(h)
+
+    return kit.trained(compile(seeded(Feeling), example_inputs=batch()))
+
+
+@program(KIND, plans=("dp2tp2",))
+def branch_of_who_compiles_by_another_name(compile: Compile) -> Results:
+    """On one process nothing compiles it."""
+
+    class Asking(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            h = super().hidden(x)
+            return 2 * h if is_compiling() or is_dynamo_compiling() else h
+
+    return kit.trained(compile(seeded(Asking), example_inputs=batch()))
