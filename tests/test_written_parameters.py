@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
@@ -109,8 +110,17 @@ def test_a_frozen_parameter_that_is_written_in_a_lower_precision_is_refused() ->
 
 def test_a_parameter_that_is_written_to_unless_it_is_traced_is_refused() -> None:
     def moved(m: Any) -> None:
-        if not is_compiling():  # which is not the attribute of torch.compiler that is asked as a rule
+        if get_proxy_mode() is None:  # of torch's own insides, in the place of torch.compiler
             moved_in_place(m)
 
     with pytest.raises(CaptureError, match=r"writes to target.0.weight, .*and a trace of it does not"):
         capture(Followed(moved), (torch.randn(BATCH, DIM),))
+
+
+def test_one_that_is_written_to_unless_somebody_compiles_is_followed() -> None:
+    def moved(m: Any) -> None:
+        if not is_compiling():
+            moved_in_place(m)
+
+    found = capture(Followed(moved), (torch.randn(BATCH, DIM),)).program
+    assert [b.fqn for b in found.buffers if b.mutated] == ["target.0.weight", "target.0.bias", "target.2.bias"]
