@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
+import functools
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 import autopar
 from benchmarks._mixed_models import CLASSES, Critic, Design, Mixed, sample
 from benchmarks._traps_kit import Compile, gradients, state
+from benchmarks.trap_programs.training import folder_of_all
 
 __all__ = ["ACTIONS", "OPTIMIZERS", "Run"]
 
@@ -74,6 +73,14 @@ class Run:
             return self.model(x)
         made = self.model(x, y)
         return made["logits"] if form == "dict" else made[1]
+
+    def descend(self, loss_of: Callable[[], Tensor]) -> None:
+        """A step of the optimizer along the gradients of a loss."""
+        self.optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        self.optimizer.step()
+        self.found.append(loss.item())
 
     def backward(self, size: int = BATCH, divided: float = 1.0) -> None:
         loss = self.loss(*self.next(size))
@@ -305,8 +312,7 @@ def state_read(run: Run) -> None:
 @action
 def saved_and_loaded(run: Run) -> None:
     """Into a new model, with its optimizer."""
-    count = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    folder = Path(tempfile.gettempdir()) / f"autopar-mixed-{os.getppid()}-{count}"
+    folder = folder_of_all("mixed")
     autopar.save(folder, run.model, run.optimizer, step=run.at)
     trains = [p.requires_grad for p in run.model.parameters()]
     kept = run.model.scale
@@ -356,21 +362,13 @@ def copied(run: Run) -> None:
 
 @action
 def penalty(run: Run) -> None:
-    run.optimizer.zero_grad()
-    loss = run.loss(*run.next()) + 1e-3 * sum(p.square().sum() for p in run.model.parameters())
-    loss.backward()
-    run.found.append(loss.item())
-    run.optimizer.step()
+    run.descend(lambda: run.loss(*run.next()) + 1e-3 * sum(p.square().sum() for p in run.model.parameters()))
 
 
 @action
 def two_losses(run: Run) -> None:
     """One backward pass of two calls."""
-    run.optimizer.zero_grad()
-    loss = run.loss(*run.next()) + 0.5 * run.loss(*run.next(size=8))
-    loss.backward()
-    run.found.append(loss.item())
-    run.optimizer.step()
+    run.descend(lambda: run.loss(*run.next()) + 0.5 * run.loss(*run.next(size=8)))
 
 
 @action
@@ -500,11 +498,7 @@ def layer_rate(run: Run) -> None:
 def another_length(run: Run) -> None:
     """Sequences of nine, once."""
     x, y = sample(run.design, 200 + run.at, BATCH, 9)
-    run.optimizer.zero_grad()
-    loss = run.loss(x, y)
-    loss.backward()
-    run.optimizer.step()
-    run.found.append(loss.item())
+    run.descend(lambda: run.loss(x, y))
 
 
 @action
@@ -675,11 +669,7 @@ def same_batch_again(run: Run) -> None:
     """Three steps on one batch."""
     given = run.next()
     for _ in range(3):
-        run.optimizer.zero_grad()
-        loss = run.loss(*given)
-        loss.backward()
-        run.optimizer.step()
-        run.found.append(loss.item())
+        run.descend(lambda: run.loss(*given))
 
 
 @action
@@ -718,21 +708,14 @@ def norms_updated(run: Run) -> None:
 def smoothed(run: Run) -> None:
     """A number among the arguments, another in each call."""
     for k in range(2):
-        run.optimizer.zero_grad()
-        loss = run.loss(*run.next(), smoothing=0.05 * (k + run.at % 3))
-        loss.backward()
-        run.optimizer.step()
-        run.found.append(loss.item())
+        x, y = run.next()
+        run.descend(functools.partial(run.loss, x, y, smoothing=0.05 * (k + run.at % 3)))
 
 
 @action
 def weighted(run: Run) -> None:
     """A tensor that other calls do not give."""
-    run.optimizer.zero_grad()
-    loss = run.loss(*run.next(), weights=torch.linspace(0.5, 1.5, BATCH))
-    loss.backward()
-    run.optimizer.step()
-    run.found.append(loss.item())
+    run.descend(lambda: run.loss(*run.next(), weights=torch.linspace(0.5, 1.5, BATCH)))
 
 
 @action
