@@ -4,8 +4,10 @@ read of them is refused."""
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -81,6 +83,85 @@ def test_a_list_that_is_read_where_that_may_fail_is_read() -> None:
         capture(Asking(), (torch.randn(3, 4),), outputs=True)
 
 
-def test_a_list_of_the_loop_needs_its_outputs() -> None:
-    with pytest.raises(CaptureError, match="compile with outputs='all', which leaves tensors there"):
-        capture(Keeping([]), (torch.randn(3, 4),))
+def test_what_hooks_append_is_computed_with_the_loss() -> None:
+    found = capture(Keeping([]), (torch.randn(3, 4),))
+    assert found.returned is None and len(found.program.outputs) == 2
+
+
+class Rounded(nn.Module):
+    """Runs as it is written, for numpy; with a layer inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.seen = nn.Linear(4, 4), list[Any]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        return h + torch.from_numpy(numpy.sign(h.detach().numpy()))
+
+
+class AroundRounded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rounded, self.last = nn.Linear(4, 4), Rounded(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.rounded(self.first(x))).square().mean()
+
+
+def _most(seen: dict[str, float], output: Tensor) -> None:
+    seen["most"] = max(seen["most"], output.max().item())
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda seen: lambda module, args, output: seen.__setitem__("last", output.detach().numpy()),
+        lambda seen: lambda module, args, output: seen.__setitem__("last", output.detach().tolist()),
+        lambda seen: lambda module, args, output: setattr(module, "last", output.detach().numpy()),
+        lambda seen: lambda module, args, output: _most(seen, output),
+    ],
+)
+def test_hooks_that_take_values_in_what_runs_as_it_is_written_are_refused(hook: Any) -> None:
+    """It may be given a part of the batch, or run on some of the ranks."""
+    model, seen = AroundRounded(), {"most": -1e9}
+    model.rounded.inner.register_forward_hook(hook(seen))
+    with pytest.raises(CaptureError, match=r"the hook .* on inner takes values of tensors into Python, where it may leave them"):
+        capture(model, (torch.randn(6, 4),))
+
+
+class Noting(Rounded):
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        self.seen[-1:] = [h.detach().numpy()]
+        return h
+
+
+def test_arrays_that_are_kept_by_what_runs_as_it_is_written_are_refused() -> None:
+    model = AroundRounded()
+    model.rounded = Noting()
+    with pytest.raises(CaptureError, match="it takes values of tensors into Python, and leaves something in the attribute seen"):
+        capture(model, (torch.randn(6, 4),))
+
+
+class Arrays(nn.Module):
+    """Keeps an array, and does with it what a test says."""
+
+    def __init__(self, use: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.use, self.kept = nn.Linear(4, 4), use, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        self.kept = h.detach().numpy()
+        self.use(self.kept)
+        return h.square().mean()
+
+
+@pytest.mark.parametrize(
+    "use", [len, numpy.mean, torch.from_numpy, lambda x: x == 1, lambda x: x + 1, lambda x: x.shape, lambda x: f"{x}", bool, lambda x: x[0]]
+)
+def test_arrays_that_are_used_are_refused(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(CaptureError, match="cannot capture Arrays"):
+        capture(Arrays(use), (torch.randn(6, 4),))
+    assert len(capture(Arrays(lambda x: isinstance(x, numpy.ndarray) or 1 / 0), (torch.randn(6, 4),), outputs=True).program.outputs) == 1

@@ -3,11 +3,14 @@ losses on the way. To a program they are empty before each call; the parallel mo
 
 Whether a list is read is found out by a call of the model in which something stands in its place to which can be appended, and which tells
 of all else that is asked of it.
+
+A list that the first call makes under a key of a dict (`seen[name].append(x)` of a defaultdict(list)) is as one that was there and empty.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from types import CellType
 from typing import Any, NamedTuple, NoReturn
@@ -21,19 +24,20 @@ __all__ = ["Appended", "appended_between", "emptied", "only_appended_to"]
 
 
 class Appended(CaptureError):
-    """The model is to be captured with these lists empty."""
+    """The model is to be captured with these lists empty. made: those of them that a call makes, and where."""
 
-    def __init__(self, lists: Sequence[list[Any]]) -> None:
+    def __init__(self, lists: Sequence[list[Any]], made: Sequence[tuple[Place, list[Any]]] = ()) -> None:
         super().__init__("each call appends to a list")
-        self.lists = tuple(lists)
+        self.lists, self.made = tuple(lists), tuple(made)
 
 
 class Grown(NamedTuple):
-    """A list to which each call appends so many items. places: all that hold it, as far as can be seen."""
+    """A list to which each call appends so many items. places: all that hold it, as far as can be seen. made: by the first call."""
 
     items: list[Any]
     places: tuple[Place, ...]
     more: int
+    made: bool = False
 
 
 class _Stand:
@@ -68,20 +72,25 @@ for _name in vars(list):
 
 
 @contextlib.contextmanager
-def emptied(lists: Sequence[list[Any]]) -> Iterator[None]:
-    """Inside, they are empty."""
+def emptied(lists: Sequence[list[Any]], made: Sequence[tuple[Place, list[Any]]]) -> Iterator[None]:
+    """Inside, they are empty. made: those that a call makes, and where: there they are, inside."""
     before = [list(items) for items in lists]
+    there = [(place, place.now()) for place, _ in made]
     try:
         for items in lists:
             items.clear()
+        for place, items in made:
+            place.put(items)
         yield
     finally:
+        for place, value in there:
+            place.put(value)
         for items, held in zip(lists, before, strict=True):
             items[:] = held
 
 
 def appended_between(start: State, first: State, second: State) -> list[Grown]:
-    """The lists to which both calls, between three states, append as many items."""
+    """The lists to which both calls, between three states, append as many items, or which the first makes so."""
     before, between = ({id(held.holder): held.items for held in state.held} for state in (start, first))
     found = []
     for held in second.held:
@@ -91,7 +100,24 @@ def appended_between(start: State, first: State, second: State) -> list[Grown]:
         begins = all(a is b for a, b in zip(before[id(held.holder)], held.items)) and sizes[0] < sizes[1]
         if begins and sizes[1] - sizes[0] == sizes[2] - sizes[1] and (places := _places(second, held.holder)):
             found.append(Grown(held.holder, places, sizes[1] - sizes[0]))
-    return found
+    return [*found, *_made(start, first, second)]
+
+
+def _made(start: State, first: State, second: State) -> Iterator[Grown]:
+    """The lists that the first call makes in dicts that hold nothing else."""
+    there = {id(held.holder) for held in start.held}
+    between, later = ({id(held.holder): held.items for held in state.held} for state in (first, second))
+    for one in first.held:
+        if one.table or one.keys is not None or not isinstance(one.holder, dict) or id(one.holder) not in there:
+            continue
+        found = []
+        for key, value in one.items.items():
+            if type(value) is list and id(value) not in there:
+                then, now = between.get(id(value), ()), later.get(id(value), ())
+                if then and len(now) == 2 * len(then) and all(map(operator.is_, then, now)):
+                    found.append(Grown(value, (Place(one, key),), len(then), made=True))
+        if len(found) == len(one.items):
+            yield from found
 
 
 def _places(state: State, items: list[Any]) -> tuple[Place, ...]:
@@ -102,10 +128,10 @@ def _places(state: State, items: list[Any]) -> tuple[Place, ...]:
     return found if not unseen and all(isinstance(place.held.holder, (dict, CellType)) for place in found) else ()
 
 
-def only_appended_to(grown: Sequence[Grown], call: Callable[[], Any]) -> list[list[Any]]:
+def only_appended_to(grown: Sequence[Grown], call: Callable[[], Any]) -> Appended | None:
     """The lists of which a call of the model reads none, and to which it appends as many items."""
     if not grown:
-        return []
+        return None
     stands = [_Stand() for _ in grown]
     for one, stand in zip(grown, stands, strict=True):
         for place in one.places:
@@ -113,9 +139,9 @@ def only_appended_to(grown: Sequence[Grown], call: Callable[[], Any]) -> list[li
     try:
         call()
     except FAILURES:  # of what was read, the model's own code does
-        return []
+        return None
     for one, stand in zip(grown, stands, strict=True):
         stays = all(place.now() is stand for place in one.places)
         if stand.asked or not stays or len(stand.items) != one.more:
-            return []
-    return [one.items for one in grown]
+            return None
+    return Appended([one.items for one in grown], [(one.places[0], one.items) for one in grown if one.made])

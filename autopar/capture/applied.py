@@ -114,7 +114,11 @@ def hooks_told(tell: Callable[[Tensor, Callable[..., Any]], None]) -> Iterator[N
         Tensor.register_hook = register  # type: ignore[method-assign]
 
 
-_KNOWN = frozenset((*dir(Tensor), *dir(torch), *dir(F), *dir(nn), "F", "torch"))
+_WRITES = ("__i", "__set", "__del", "set_", "save", "seed", "manual_seed", "backward", "register", "retain", "distributed", "futures")
+_READS = ("__int__", "__index__", "__invert__", "__iter__")
+_KNOWN = frozenset(
+    name for name in (*dir(Tensor), *dir(torch), *dir(F), *dir(nn), "F", "torch") if not name.startswith(_WRITES) or name in _READS
+)
 _LEAVES = ("STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_NAME", "STORE_SUBSCR", "STORE_SLICE")
 
 
@@ -125,6 +129,8 @@ def only_computes(hook: Callable[..., Any]) -> bool:
     if not isinstance(code, CodeType) or any(isinstance(const, CodeType) for const in code.co_consts):
         return False
     if any(name not in _KNOWN or (name.endswith("_") and not name.endswith("__")) for name in code.co_names):
+        return False
+    if any(isinstance(const, tuple) and "out" in const for const in code.co_consts):  # the names of keyword arguments
         return False
     made = list(dis.get_instructions(code))
     gives_nothing = not code.co_names and not any(i.opname.startswith(("BINARY", "UNARY")) for i in made)

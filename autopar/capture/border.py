@@ -50,7 +50,8 @@ class TracedCall:
     """The traced call of a model. changes: what it changed outside of registries. own_gradients: custom autograd functions and hooks
     that ran. drawn: the generators other than torch's that it drew from. answers: what it asked of the model's state. shows: a line that
     prints or logs a tensor; "" if there is none. attributes: what it asked for of parameters and buffers. numbers: the places at which it
-    left a number that is made of a tensor. modes: the modules whose training mode it set to another. around_loss, varied: as of End."""
+    left a number, or an array, that is made of a tensor; arrays: those of arrays. modes: the modules whose training mode it set to
+    another. around_loss, varied: as of End."""
 
     exported: ExportedProgram
     changes: tuple[Change, ...]
@@ -62,6 +63,7 @@ class TracedCall:
     shows: str = ""
     attributes: tuple[Asked, ...] = ()
     numbers: frozenset[str] = frozenset()
+    arrays: frozenset[str] = frozenset()
     modes: tuple[tuple[nn.Module, bool], ...] = ()
     around_loss: Returned | None = None
     varied: Varied = NONE_VARIES
@@ -103,7 +105,7 @@ def traced(
     return TracedCall(
         exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=ends[-1].returns,
         returned=ends[-1].returned, answers=ends[-1].answers, shows=ends[-1].shows, attributes=attributes.asked,
-        numbers=ends[-1].numbers, modes=ends[-1].modes, around_loss=ends[-1].around_loss, varied=ends[-1].varied,
+        numbers=ends[-1].numbers, arrays=ends[-1].arrays, modes=ends[-1].modes, around_loss=ends[-1].around_loss, varied=ends[-1].varied,
     )  # fmt: skip
 
 
@@ -166,7 +168,7 @@ def observed(
     if trainable is not None:
         return call_twice(
             model, loss, inputs, start, trainable, traced=found.changes, compare=True, outputs=outputs, frozen=frozen, scales=scales,
-            answers=found.answers, leaves=leaves, appended=appended, numbers=found.numbers,
+            answers=found.answers, leaves=leaves, appended=appended, numbers=found.numbers, arrays=found.arrays,
             reseed=reseed, returned=found.returned, varied=found.varied, varying=varying,
         )  # fmt: skip
     if not found.changes:
@@ -174,7 +176,7 @@ def observed(
     try:
         return call_twice(
             model, loss, inputs, start, traced=found.changes, outputs=outputs, frozen=frozen, answers=found.answers, appended=appended,
-            numbers=found.numbers, returned=found.returned, varied=found.varied, varying=varying,
+            numbers=found.numbers, arrays=found.arrays, returned=found.returned, varied=found.varied, varying=varying,
         )  # fmt: skip
     except CaptureError as e:
         if e.__cause__ is None:
@@ -182,7 +184,7 @@ def observed(
         kept = [c for c in found.changes if not (isinstance(c.after, torch.Tensor) and c.before in (ABSENT, None))]
         if kept and _sets_up(model, loss, inputs, start, found, outputs=outputs):
             return Calls(calls=(), settled=tuple(kept), written=(), counted=(), left=Left((), frozenset(), {}, ()))
-        refuse_changing(type(model).__name__, kept, set())  # it cannot run without data: what the trace saw must do
+        refuse_changing(type(model).__name__, kept, (), given=False)  # it cannot run without data: what the trace saw must do
         return None
 
 
@@ -249,7 +251,7 @@ def _check_constants(trace: Trace, start: State, written: set[str]) -> None:
     constants = {_storage(trace.tensors[b.value]) for b in trace.buffers if b.fqn is None}
     kept = [path for path, tensor in start.tensors.items() if path in written and _storage(tensor) in constants]
     if kept:
-        refuse_changing(trace.name, [Change(path, start.leaves[path], ABSENT) for path in kept], set())
+        refuse_changing(trace.name, [Change(path, start.leaves[path], ABSENT) for path in kept], (), given=False)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.answers import NONE, Answers
-from autopar.capture.appended import Appended, appended_between, only_appended_to
+from autopar.capture.appended import appended_between, only_appended_to
 from autopar.capture.around import as_called
 from autopar.capture.counted import counts_between, not_read, only_added_to
 from autopar.capture.export import FAILURES, left_at, objective_of
@@ -132,8 +132,8 @@ def call_twice(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, parameters: tuple[torch.Tensor, ...] = (),
     *, traced: tuple[Change, ...] = (), reseed: bool = True, compare: bool = False, outputs: bool = False,
     frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (), answers: Answers = NONE,
-    leaves: Sequence[str] = (), appended: Sequence[list[Any]] = (), numbers: Collection[str] = (), returned: Returned | None = None,
-    varied: Varied = NONE_VARIES, varying: Numbers | None = None,
+    leaves: Sequence[str] = (), appended: Sequence[list[Any]] = (), numbers: Collection[str] = (), arrays: Collection[str] = (),
+    returned: Returned | None = None, varied: Varied = NONE_VARIES, varying: Numbers | None = None,
 ) -> Calls:  # fmt: skip
     """Calls the model twice, and leaves everything as it was. start: a State of it now. traced: what the trace of a call changed. compare:
     gradients are taken, of `parameters` and of the inputs that require one. outputs: what else the model returns is kept too. reseed:
@@ -141,7 +141,8 @@ def call_twice(
     which the program writes, by name. scales: by which the loss is multiplied for further gradients. answers: what the trace was told of
     the model's state: the second call is told the same. leaves: places of which the tensors that a call leaves there are outputs too.
     appended: lists to which each call appends, and which are empty before. numbers: the places at which the trace left a number that is
-    made of a tensor. returned: what the trace returned. varied: the numbers that were inputs of the trace; varying: gives them.
+    made of a tensor, or an array; arrays: those of arrays. returned: what the trace returned. varied: the numbers that were inputs of the
+    trace; varying: gives them.
 
     Raises Appended for other such lists, CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its
     inputs or to other parameters.
@@ -182,8 +183,8 @@ def call_twice(
             _check_parameters(model, versions, {*frozen, *moved_before})
             buffers = _copies({**dict(model.named_buffers(remove_duplicate=False)), **frozen})
             n = len(parameters)
-            others = (*taken_apart(output, result, own_loss=own, number_of=numbers_like(returned))[1], *left_there) if outputs else ()
-            others = tuple(t.detach().clone() for t in others)
+            others = taken_apart(output, result, own_loss=own, number_of=numbers_like(returned))[1] if outputs else ()
+            others = tuple(t.detach().clone() for t in (*others, *left_there))
             call = Call(
                 loss=result.detach(), gradients=found[:n], of_inputs=found[n:], scaled=scaled, buffers=buffers, returned=others,
                 numbers=now,
@@ -209,12 +210,13 @@ def call_twice(
             del moved[count.path]
         grown = appended_between(start, first, second)
         if lists := only_appended_to(grown, lambda: _called(model, loss, inputs)):
-            raise Appended(lists)
+            raise lists
         paths = frozenset(held.path for held in first.held if any(held.holder is items for items in appended))
         made_of_tensors = {path for path in numbers if _is_in(path, paths)}
         made_of_tensors |= not_read({*numbers} - made_of_tensors, second, lambda: _called(model, loss, inputs))
         moved = {path: change for path, change in moved.items() if path not in made_of_tensors}
-        written = refuse_changing(type(model).__name__, list(moved.values()), read, given=outputs)
+        moved |= {c.path: c for c in settled if c.path in arrays and c.path not in made_of_tensors}
+        written = refuse_changing(type(model).__name__, list(moved.values()), read)
         left = left_by(start, first, written, traced, counts, paths, moved=followed, once=frozenset(c.path for c in settled))
         made_here = made_of(settled, in_the_state(model))
     once = [c.path for c in settled if isinstance(c.after, torch.Tensor)]
@@ -335,11 +337,9 @@ def _computed(
         return [path for path in paths if watch.has(made.get(path))]
 
 
-def refuse_changing(
-    name: str, changes: list[Change], read: set[str], *, given: bool = False, outputs_would_do: bool = False
-) -> tuple[str, ...]:
+def refuse_changing(name: str, changes: list[Change], read: Collection[str], *, given: bool = True) -> tuple[str, ...]:
     """The paths at which each call puts a new tensor that no call reads. CaptureError if anything else is among the changes. given: the
-    parallel module can give what is put there. outputs_would_do: it could, if it gave all outputs."""
+    parallel module can give what is put there; else it is as if it were read, but in attributes."""
     written, wrong = [], []
     for change in changes:
         if (given or of_a_module(change.path)) and _is_output(change) and change.path not in read:
@@ -349,10 +349,7 @@ def refuse_changing(
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         grows = any(isinstance(c.before, Shape) and isinstance(c.after, Shape) and c.before.size != c.after.size for c in wrong)
-        tensors = all(isinstance(c.after, torch.Tensor) and _is_output(c) and c.path not in read for c in wrong)
-        if outputs_would_do or (tensors and not given):
-            remedy = "compile with outputs='all', which leaves tensors there, and numbers that are made of them by x.item()"
-        elif grows:
+        if grows:
             remedy = "return what is kept there (with outputs='all'), and let the loop keep it"
         else:
             remedy = (

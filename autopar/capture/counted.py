@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import numpy
+
 from autopar.capture.export import FAILURES
 from autopar.capture.held import ABSENT, Place, places
 from autopar.capture.state import Change, State
@@ -100,18 +102,18 @@ def _grown(before: object, after: object) -> Number | None:
 
 
 def not_read(paths: Collection[str], state: State, call: Callable[[], Any]) -> frozenset[str]:
-    """Of the places of numbers, those that a call of the model sets anew and does not read. state: of now."""
+    """Of the places of numbers and arrays, those that a call of the model sets anew and does not read. state: of now."""
     asked: set[str] = set()
-    places = [count.place for count in _numbers(state) if count.path in paths]
-    stands = [_Added(asked, place.path, float) for place in places]
-    for place, stand in zip(places, stands, strict=True):
+    kept = [place for value, place in places(state.held) if isinstance(value, int | float | numpy.ndarray) and place.path in paths]
+    stands = [_Added(asked, place.path, float) for place in kept]
+    for place, stand in zip(kept, stands, strict=True):
         place.put(stand)
     try:
-        if places:
+        if kept:
             call()
     except FAILURES:
         return frozenset()
-    return frozenset(place.path for place in places if place.path not in asked and type(place.now()) is not _Added)
+    return frozenset(place.path for place in kept if place.path not in asked and type(place.now()) is not _Added)
 
 
 def only_added_to(counts: Sequence[Count], call: Callable[[], Any]) -> list[Count]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 from unittest import mock
 
+import numpy
 import torch
 from torch import fx, nn
 from torch._export import verifier
@@ -32,7 +33,7 @@ from autopar.capture.follow import Ask, AtTheBorder, Registries, follow
 from autopar.capture.held import Opaque
 from autopar.capture.hidden import Hidden
 from autopar.capture.infer import states_of_lstms
-from autopar.capture.numbers import Numbers
+from autopar.capture.numbers import Numbers, TracedArray
 from autopar.capture.source import in_library, module_of, running_frame
 from autopar.capture.state import State
 from autopar.capture.varying import Followed, refuse_kept
@@ -59,8 +60,8 @@ class End:
     """How a traced call ended. state: what the model held. returns: what it returned, in words; "" for what is the loss. returned: its
     structure, where its tensors are outputs too. around_loss: its structure where they are not; None if that is not known. answers: what
     it asked of the model's state. shows: a line that prints or logs a tensor; "" if there is none. numbers: the places at which it left a
-    number that is made of a tensor. modes: the modules whose training mode it set to another. varied: the numbers that it took as
-    inputs."""
+    number, or an array, that is made of a tensor; arrays: those of arrays. modes: the modules whose training mode it set to another.
+    varied: the numbers that it took as inputs."""
 
     state: State
     returns: str
@@ -68,6 +69,7 @@ class End:
     answers: Answers
     shows: str = ""
     numbers: frozenset[str] = frozenset()
+    arrays: frozenset[str] = frozenset()
     modes: tuple[tuple[nn.Module, bool], ...] = ()
     around_loss: Returned | None = None
     varied: Varied = NONE_VARIES
@@ -149,7 +151,9 @@ class Step(nn.Module):
                     if followed is not None:
                         refuse_kept(output, end)
                     numbers = frozenset(path for path, leaf in end.leaves.items() if self.border.numbers.follows(_number(leaf)))
-                    ends.append(End(end, returns, returned, tape.answers(), shows, numbers, registries.modes(), around_loss, varied))
+                    arrays = frozenset(path for path in numbers if type(_number(end.leaves[path])) is TracedArray)
+                    modes = registries.modes()
+                    ends.append(End(end, returns, returned, tape.answers(), shows, numbers, arrays, modes, around_loss, varied))
                     assigned = registries.assigned()
                     kept = (result, *others, *left, *(a.new for a in assigned), *end.tensors.values())
                     tape.use(kept, "the end of the forward")
@@ -187,25 +191,26 @@ def left_at(
     paths: Sequence[str], model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, start: State,
     numbers: Numbers | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The tensors that a call of the model has left at some places; of a number one of one element. CaptureError if there is none at one
-    of them. start: before it. numbers: those of a trace."""
+    """The tensors that a call of the model has left at some places; of a number one of one element, of an array one with its memory.
+    CaptureError if there is none at one of them. start: before it. numbers: those of a trace."""
     if not paths:
         return ()
     with torch._C.DisableTorchFunction():
-        leaves = State.take(model, loss, start).leaves
-    found = [_tensor_of(leaves.get(path), numbers) for path in paths]
+        now = State.take(model, loss, start)
+    found = [_tensor_of(now.object_at(path), numbers) for path in paths]
     if missing := [path for path, tensor in zip(paths, found, strict=True) if tensor is None]:
         raise CaptureError(f"{type(model).__name__} leaves a tensor in {missing[0]} in some calls, and not in others")
     return tuple(tensor for tensor in found if tensor is not None)
 
 
-def _tensor_of(leaf: object, numbers: Numbers | None) -> torch.Tensor | None:
-    if isinstance(leaf, torch.Tensor):
-        return leaf
-    number = _number(leaf)
+def _tensor_of(value: Any, numbers: Numbers | None) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value
     if numbers is not None:
-        return numbers.tensor_of(number)
-    return as_tensor(number) if type(number) in (int, float) else None
+        return numbers.tensor_of(value)
+    if isinstance(value, numpy.ndarray):
+        return torch.from_numpy(value)
+    return as_tensor(value) if type(value) in (int, float) else None
 
 
 def _number(leaf: object) -> Any:

@@ -94,6 +94,12 @@ class Guards:
         self._ignored |= {leaf.place.path for leaf in varied.leaves if leaf.place is not None}
         self._index(self._state)
 
+    def fills(self, paths: Collection[str]) -> None:
+        """Dicts in which calls make lists, and nothing else."""
+        if paths:
+            self._ignored |= set(paths)
+            self._index(self._state)
+
     def read(self, attributes: tuple[Asked, ...]) -> None:
         """The user's attributes of parameters and buffers that the forward asks for."""
         if attributes:
@@ -126,10 +132,10 @@ class Guards:
         """What calls print and log."""
         self._sayings = sayings
 
-    def given(self, names: Mapping[str, str], numbers: Collection[str]) -> None:
-        """The places of tensors, and of numbers, that the forward leaves, and the outputs of the program that they are. numbers: places of
-        these."""
-        self._given, self._numbers_left = names, frozenset(numbers)
+    def given(self, names: Mapping[str, str], numbers: Collection[str], arrays: Collection[str]) -> None:
+        """The places of tensors, of numbers and of arrays that the forward leaves, and the outputs of the program that they are. numbers:
+        places of these and of arrays; arrays: of arrays alone."""
+        self._given, self._numbers_left, self._arrays_left = names, frozenset(numbers), frozenset(arrays)
 
     def place(self, path: str) -> str | None:
         """The output of the program that the forward leaves at a path."""
@@ -148,10 +154,15 @@ class Guards:
             module.training = mode
         if self._left is not None:
             found = {path: outputs[name] for path, name in self._given.items() if name in outputs}
-            left: dict[str, Any] = {path: t.item() if path in self._numbers_left else t for path, t in found.items()}
+            left: dict[str, Any] = {path: self._as_left(path, t) for path, t in found.items()}
             if unread is not None:
                 left |= {path: LeftOut(path, functools.partial(unread, path)) for path in self.leaves}
             self._left.put(left)
+
+    def _as_left(self, path: str, tensor: torch.Tensor) -> Any:
+        if path in self._arrays_left:
+            return tensor.detach().numpy()
+        return tensor.item() if path in self._numbers_left else tensor
 
     def reads(self, name: str) -> bool:
         """Whether code of the model may read what has a name: an attribute, a global, a key."""

@@ -14,10 +14,12 @@ from contextvars import ContextVar
 from types import CellType, FunctionType
 from typing import Any
 
+import numpy
 import torch
 
 from autopar.capture.counted import Count
 from autopar.capture.held import ABSENT, Held, Opaque, Place, child, is_plain, places, put_back, same
+from autopar.capture.numbers import TracedArray
 from autopar.capture.reach import loaded_in
 from autopar.capture.state import Change, State
 from autopar.capture.walk import TABLES, WATCHED_HOOKS
@@ -31,14 +33,15 @@ _COMPUTED = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers of a trace
 
 class Left:
     """held: attributes and containers, and what a call leaves in them. paths: where that is. owners: of containers, where they stand: the
-    loop may have put another there, which the original would have filled. counts: to which a call adds. appended: the paths of lists to
-    which a call appends what it leaves."""
+    loop may have put another there, which the original would have filled, and where nothing stands a call makes the list to which it
+    appends. counts: to which a call adds. appended: the paths of lists to which a call appends what it leaves."""
 
     def __init__(
         self, held: tuple[Held, ...], paths: frozenset[str], owners: Mapping[int, Place], counts: Sequence[Count],
         appended: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
         self._held = [(one, owners.get(id(one.holder))) for one in held]
+        self._owners = owners
         self._paths, self._counts, self._appended = paths, counts, appended
         self._given: dict[int, Any] = {}  # what was put last, by the place in `held`
 
@@ -68,7 +71,13 @@ class Left:
             found = holders.get((one.path, type(one.holder)), [])
             return one if id(one.holder) in there or len(found) != 1 else one._replace(holder=found[0])
 
-        self._held = [(now(one), owner if owner is None or id(owner.held.holder) in there else None) for one, owner in self._held]
+        def place(owner: Place | None) -> Place | None:
+            if owner is None or id(owner.held.holder) in there:
+                return owner
+            moved = now(owner.held)
+            return owner._replace(held=moved) if moved is not owner.held else None
+
+        self._held = [(now(one), place(owner)) for one, owner in self._held]
         self._counts = [count._replace(place=count.place._replace(held=now(count.place.held))) for count in self._counts]
 
     def put(self, tensors: Mapping[str, torch.Tensor | LeftOut | int | float]) -> None:
@@ -77,7 +86,11 @@ class Left:
             given = self._given.get(place)
             if given is None or tensors or not _alike(given, held.items):  # the loop may have changed what it was given
                 given = self._given[place] = _anew(held.items, tensors)
+            if owner is not None:
+                owner = self._where_it_is(owner)
             now = held.holder if owner is None else owner.now()
+            if now is ABSENT and owner is not None and held.path in self._appended:
+                owner.put(now := [])
             there = held.holder if type(now) is not type(held.holder) else now
             if held.path in self._appended:
                 there.extend(_anew(held.items, tensors))
@@ -85,6 +98,13 @@ class Left:
                 put_back(held._replace(holder=there, items=given))
         for count in self._counts:
             count.add()
+
+
+    def _where_it_is(self, owner: Place) -> Place:
+        """The same place in the dict that stands now where the one did in which it was."""
+        above = self._owners.get(id(owner.held.holder))
+        now = above.now() if above is not None else None
+        return owner._replace(held=owner.held._replace(holder=now)) if type(now) is type(owner.held.holder) else owner
 
 
 def _left_out(value: Any) -> Iterator[str]:
@@ -132,7 +152,7 @@ def left_by(
     owners = {
         id(value): place
         for value, place in places(first.held)
-        if isinstance(place.held.holder, (dict, CellType)) and isinstance(value, list if place.key is None else (list, dict, deque))
+        if isinstance(place.held.holder, (dict, CellType)) and isinstance(value, (list, dict, deque))
     }
     return Left(held, frozenset(comparison.paths), owners, counts, appended)
 
@@ -199,6 +219,8 @@ class _Comparison:
         return tuple(LeftOut(path) if value is _KEPT else value for value, path in zip(left, paths, strict=True))
 
     def _left(self, value: Any, path: str) -> Any:
+        if isinstance(value, numpy.ndarray) and type(_object(self._traced.get(path))) is TracedArray:
+            return LeftOut(path)
         if id(value) in self._where:
             return LeftOut(path if path in self._written else self._where[id(value)])
         if is_plain(value):

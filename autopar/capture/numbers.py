@@ -1,25 +1,53 @@
 """Numbers that a forward makes of tensors (`x.item()`) and gives to its caller, and sums, differences, products and quotients of them: each
-is followed by the tensors of one element that it is made of, which a graph can hold."""
+is followed by the tensors of one element that it is made of, which a graph can hold. Arrays of numpy that are made of tensors and kept are
+followed by these."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy
 import torch
 from torch import Tensor
 
 from autopar.run.outputs import MadeOf, Returned
 from autopar.run.varying import as_tensor
 
-__all__ = ["NUMBERS", "Numbers", "numbers_like"]
+__all__ = ["NUMBERS", "Numbers", "TracedArray", "numbers_like"]
 
 NUMBERS = (torch.SymInt, torch.SymFloat)  # of a trace
 _Of = Callable[[Sequence[Any]], Any]  # computes a number of others
 _STEPS: Mapping[str, Callable[[Any, Any], Any]] = {
     "Add": operator.add, "Mul": operator.mul, "FloatTrueDiv": operator.truediv, "IntTrueDiv": operator.truediv
 }  # fmt: skip  (as sympy and torch call them)
+
+
+class TracedArray:
+    """Stands for an array of numpy that a trace makes of a tensor. It can be kept; what else is asked of it raises RuntimeError."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return numpy.ndarray
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if not hasattr(numpy.ndarray, name):
+            raise AttributeError(f"'numpy.ndarray' object has no attribute '{name}'")
+        raise RuntimeError(f"an array that .numpy() has made of a tensor is used ({name}), which no graph holds")
+
+    __hash__ = object.__hash__
+
+
+def _used(name: str) -> Callable[..., NoReturn]:
+    return lambda self, *_: self.__getattr__(name)
+
+
+for _name in vars(numpy.ndarray):
+    if _name.startswith("__") and _name not in vars(object):
+        setattr(TracedArray, _name, _used(_name))
+for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__repr__", "__str__", "__format__", "__reduce_ex__"):
+    setattr(TracedArray, _name, _used(_name))
 
 
 class Numbers:
@@ -36,6 +64,12 @@ class Numbers:
         if isinstance(number, NUMBERS):
             self._by_symbol[number.node.expr] = tensor
         return number
+
+    def array(self, of: Tensor) -> TracedArray:
+        """Stands for the array that is made of a tensor, and has its memory."""
+        array = TracedArray()
+        self._made[id(array)] = array, of.detach()
+        return array
 
     def made_of(self, number: object) -> MadeOf | None:
         """The tensors that a number is made of, and what computes it of their elements; None for another number."""

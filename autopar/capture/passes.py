@@ -158,7 +158,7 @@ def captured_by(
         guards.said(sayings_of(program, found.shows, calls.said))
     guards.answered(found.answers)
     ours = trace.returned[len(trace.returned) - len(places) :] if places else ()
-    guards.given(dict(zip(places, ours, strict=True)), found.numbers)
+    guards.given(dict(zip(places, ours, strict=True)), found.numbers, found.arrays)
     if around.asked or not (trains or trace.metas[trace.loss].type.grad):
         guards.ask_for(around.mode)
     program = program.replace(notes=(*program.notes, *_notes(program, found, left_out, twice=checkpointed > 0)))
@@ -284,16 +284,20 @@ def _inner(program: Program) -> frozenset[str]:
 
 
 def _given(name: str, found: TracedCall, left: Collection[str], calls: Calls | None) -> tuple[str, ...]:
-    """Of the places at which a call leaves a tensor, or a number made of one, those of which the program can give it. CaptureError if one
-    that is no attribute is not among them: something else reads there. name: of the model. left: of tensors."""
+    """Of the places at which a call leaves a tensor, or a number made of one, those of which the program gives it: all that it can, or,
+    of a call that computes the loss alone, what stands in no attribute or is added to what calls before have left. What stands in one is
+    computed when it is read. CaptureError if one that is no attribute is not among them: something else reads there. name: of the model.
+    left: of tensors."""
     numbers = sorted(found.numbers & calls.left.left_out) if calls is not None else []
-    made = [c.path for c in found.changes if c.path in left and isinstance(c.after, torch.Tensor)]
-    given = (*made, *numbers) if found.returned is not None else ()
     appended = calls.left.appended if calls is not None else frozenset()
+    made = [c.path for c in found.changes if c.path in left and isinstance(c.after, torch.Tensor)]
+    if found.returned is None:
+        made = [path for path in made if path in appended or not of_a_module(path)]
+    given = (*made, *numbers)
     if lost := [path for path in dict.fromkeys((*left, *appended)) if not (path in given or of_a_module(path))]:
         changes = [c for c in found.changes if c.path in lost]
         changes = changes or [Change(lost[0], ABSENT, "what it computes")]
-        refuse_changing(name, changes, set(), given=found.returned is not None, outputs_would_do=found.returned is None)
+        refuse_changing(name, changes, (), given=False)
     return given
 
 

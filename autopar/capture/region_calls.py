@@ -7,11 +7,11 @@ import dataclasses
 import functools
 import os
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from types import CellType, FunctionType, MethodType
+from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -29,8 +29,10 @@ from autopar.capture.hooked import Call, Outside
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import identical, is_linear, run_small, works_by_samples, writes_unseen
 from autopar.capture.terms import as_terms
+from autopar.capture.walk import TABLES
 from autopar.run import outside_draws
 from autopar.run.autocast import ambient
+from autopar.run.hooks import of_all_modules, of_calls
 from autopar.run.inputs import not_dense
 from autopar.run.region import Place, Region, within
 from autopar.run.region_modules import Applied, Drawn, Terms
@@ -39,22 +41,46 @@ from autopar.run.saved import Kept
 __all__ = ["Pass", "ReadsValues", "observed"]
 
 STATES = 4  # of Python's and numpy's generators in which a region is tried by samples: the lowest numbers, the highest, and two others
+DEPTH = 3  # of containers in containers
+KEEP_TENSORS = "keep tensors (x.detach()), which are followed, and make numbers and arrays of them where they are read"
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class ReadsValues(TorchFunctionMode):
-    """Notes whether the user's code inside takes values of tensors into Python."""
+    """Notes whether the user's code inside takes values of tensors into Python, and which of some hooks does so."""
 
     def __init__(self) -> None:
         super().__init__()
         self.read = False
+        self.hooks: Mapping[CodeType, str] = {}
+        self.by_hook = ""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", "") in _READS_VALUES and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
             self.read = True
+            self.by_hook = self.by_hook or next((self.hooks[c] for c in _running(sys._getframe(1)) if c in self.hooks), "")
         return func(*args, **(kwargs or {}))
+
+
+def _running(frame: FrameType | None) -> Iterator[CodeType]:
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
+
+
+def _hooks_that_may_leave(module: nn.Module) -> dict[CodeType, str]:
+    """The hooks around calls of the modules inside that may leave something where others find it: their code, and what they are."""
+    named = [(path, hook) for path, m in module.named_modules() if path for hook in of_calls(m)]
+    named += [("any module", hook) for table in of_all_modules().values() for hook in table.values()]
+    found: dict[CodeType, str] = {}
+    for path, hook in named:
+        function = hook.func if isinstance(hook, functools.partial) else hook
+        function = function if isinstance(function, FunctionType | MethodType) else type(function).__call__
+        if isinstance(code := getattr(function, "__code__", None), CodeType) and not only_computes(hook):
+            found[code] = f"the hook {code.co_qualname.replace('.<locals>', '')} on {path}"
+    return found
 
 
 _READS_VALUES = frozenset((
@@ -107,7 +133,7 @@ def observed(
     given = tuple(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     copies = tuple(t.detach().clone() for t in given)
-    held_before = _held(module, given, own)
+    held_before, contained_before = _held(module, given, own), _contained(module)
     before = {name: t.detach().clone() for name, t in module.named_buffers() if not t.is_meta}
     random, random_outside = generators.states(), outside_draws.states()
     held = {storage_of(t) for t in own.values()}
@@ -133,6 +159,7 @@ def observed(
 
     watched = hooks_told(lambda _, hook: hooks.append(hook))
     values = mode if isinstance(mode, ReadsValues) else ReadsValues()  # the innermost, which the code itself calls
+    values.hooks = _hooks_that_may_leave(module)
     with outside, CountedFlops() as counted, kept, watched, applied_by(applied), values:
         output = forward(*args, **kwargs)
     drawn_outside = outside_draws.states() != random_outside
@@ -142,6 +169,10 @@ def observed(
     held_after = _held(module, given, own)
     changed = [name for name in {**held_before, **held_after} if held_before.get(name) != held_after.get(name)]
     writes = _written_buffers(module, changed, before)
+    if values.by_hook:
+        return output, f"{values.by_hook} takes values of tensors into Python, where it may leave them: {KEEP_TENSORS}"
+    if values.read and (other := _other_in(contained_before, _contained(module))):
+        return output, f"it takes values of tensors into Python, and leaves something in the attribute {other}: {KEEP_TENSORS}"
     if other := next((name for name in changed if name not in writes), ""):
         return output, f"it changes {other}"
     if handed and isinstance(module, Drawn):
@@ -261,6 +292,31 @@ def _weights_held_by(value: Any, depth: int = 3) -> Iterator[str]:
             yield from _weights_held_by((of.func, of.args, of.keywords), depth - 1)
         elif isinstance(of, FunctionType) and of.__closure__:
             yield from _weights_held_by([cell.cell_contents for cell in of.__closure__ if cell != CellType()], depth - 1)
+
+
+def _contained(module: nn.Module) -> dict[str, Any]:
+    """What its modules hold beside tensors and numbers, by name; of containers what is in them."""
+    attributes = ((within(path, name), x) for path, m in module.named_modules() for name, x in vars(m).items() if name not in TABLES)
+    return {name: _copied(x, DEPTH) for name, x in attributes if not isinstance(x, (Tensor, *_PLAIN))}
+
+
+def _copied(value: Any, depth: int) -> Any:
+    if isinstance(value, dict) and depth:
+        return {key: _copied(x, depth - 1) for key, x in value.items()}
+    return [_copied(x, depth - 1) for x in value] if isinstance(value, list | tuple | deque) and depth else value
+
+
+def _other_in(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The name of the first that is not the same; "" if all are."""
+    return next((name for name in {**before, **now} if not _same(before.get(name), now.get(name))), "")
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(x, b[key]) for key, x in a.items())
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a is b or (isinstance(a, _PLAIN) and isinstance(b, _PLAIN) and a == b)
 
 
 def _held(module: nn.Module, given: Sequence[Tensor], own: Mapping[str, Tensor]) -> dict[str, int]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from types import MethodType
+from types import CellType, MethodType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from autopar.capture.attributes import Asked
 from autopar.capture.by_value import Mark
-from autopar.capture.held import ABSENT, KEPT, Held, Value, describe, put_back, same
+from autopar.capture.held import ABSENT, KEPT, Held, Opaque, Value, child, describe, put_back, same
 from autopar.capture.kept import visit_kept
 from autopar.capture.reach import Reached, Reads, Search
 from autopar.capture.walk import CODE, DEPTH, Walk
@@ -98,6 +99,13 @@ class State:
         """The plain tensors, by path."""
         return {path: x for path, x in self.leaves.items() if isinstance(x, torch.Tensor)}
 
+    def object_at(self, path: str) -> object:
+        """What stands at a path, itself; ABSENT for nothing."""
+        leaf = self.leaves.get(path, ABSENT)
+        if isinstance(leaf, Opaque):
+            return leaf.value
+        return next((x for x, at in _objects(self.held) if at == path), leaf) if isinstance(leaf, Value) else leaf
+
     def changes(self, later: State) -> list[Change]:
         """What differs in a later state: other values, other tensors, tensors written in place."""
         found = []
@@ -124,6 +132,16 @@ class State:
         """Every container holds again what it held."""
         for held in self.held:
             put_back(held)
+
+
+def _objects(held: Iterable[Held]) -> Iterator[tuple[object, str]]:
+    for one in held:
+        if isinstance(one.holder, CellType | ContextVar):
+            yield one.items, one.path
+        elif isinstance(one.items, dict):
+            yield from ((value, child(one, key)) for key, value in one.items.items())
+        elif isinstance(one.items, tuple):
+            yield from ((value, child(one, k)) for k, value in enumerate(one.items))
 
 
 def _walked(

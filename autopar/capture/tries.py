@@ -21,6 +21,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.drawn import drawing
 from autopar.capture.export import FAILURES
 from autopar.capture.fewer import captured_and_compared
+from autopar.capture.held import Place
 from autopar.capture.imported import with_what_is_imported
 from autopar.capture.made import holding
 from autopar.capture.own_gradients import own_gradients, runs_again
@@ -86,7 +87,7 @@ def capture(
 
 class _Tries:
     """What is tried of one model. how: as of `captured_by`. changing: the places of numbers that the program takes as inputs. appended:
-    lists to which calls append."""
+    lists to which calls append; made: those of them that a call makes, and where."""
 
     def __init__(
         self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, dtype: torch.dtype | None, varying: Varying, how: dict[str, Any]
@@ -94,6 +95,7 @@ class _Tries:
         self.model, self.loss, self.dtype, self.varying, self.how = model, loss, dtype, varying, how
         self.changing = set(varying.places)
         self.appended: list[list[Any]] = []
+        self.made: list[tuple[Place, list[Any]]] = []
 
     def found(self, example: Inputs, check: bool) -> Captured:
         """example: where the model lies. check: as of `capture`."""
@@ -134,10 +136,13 @@ class _Tries:
     def _once(self, example: Inputs, **more: Any) -> Captured:
         """With the numbers that change, the lists that are appended to and the buffers that a call makes, as they are found."""
         try:
-            with emptied(self.appended):
+            with emptied(self.appended, self.made):
                 found = self._at_once(example, appended=tuple(self.appended), **more)
+            if found.guards is not None:
+                found.guards.fills([place.held.path for place, _ in self.made])
         except Appended as error:
             self.appended.extend(error.lists)
+            self.made.extend(error.made)
             return self._once(example, **more)
         except NumbersChange as error:
             before, new = set(self.changing), set(error.places) - self.changing

@@ -43,9 +43,11 @@ from autopar.capture.held import (
     order_of,
     shown_key,
 )
+from autopar.capture.numbers import TracedArray
 from autopar.capture.reach import HOOKS, LruCache, Reached, Reads, is_foreign, stored_by
 from autopar.run import hooks
 from autopar.run.left_out import LeftOut
+from autopar.run.stand_in import StandIn
 
 __all__ = ["CODE", "DEPTH", "REGISTRIES", "TABLES", "WATCHED_HOOKS", "Walk"]
 
@@ -196,7 +198,7 @@ class Walk:
 
     def visit(self, path: str, value: object, depth: int) -> None:
         """Adds the leaves of a value."""
-        if id(value) in self.opened:
+        if id(value) in self.opened or (isinstance(value, StandIn) and id(vars(value).get("original")) in self.seen):
             return
         if is_plain(value):
             self._plain(path, value, depth)
@@ -204,6 +206,8 @@ class Walk:
             self.leaves[path] = LEFT_OUT
         elif id(value) in self.registered:
             self.leaves[path] = REGISTERED
+        elif type(value) is TracedArray:
+            self.leaves[path] = Opaque(value)
         elif isinstance(value, torch.Tensor):
             self._tensor(path, value)
         elif isinstance(value, CODE):

@@ -97,6 +97,7 @@ class Form:
             raise ValueError(f"the emitted module has {len(emitted.STAGES)} stages and a mesh with pp={mesh.pp.size}{each}")
         self.manifest, self.constants, self.guards, self.returned, self.around_loss = manifest, constants, guards, returned, around_loss
         self.outputs = Outputs(manifest, mesh, device, local=local_batch)
+        self.gives_more = bool(manifest.outputs)  # than the loss
         self.computes = computes_of(manifest.params)
         self.calls = 0
         # of those that train, and of the outputs that a loss depends on: the parameters that have a gradient on any rank

@@ -263,7 +263,7 @@ class ParallelModule(AsOriginal):
         made: Made = []
         run: OpenRun | None = None
         may_be_read = self._may_be_read(form)
-        beside = differentiates and form.returned is not None and not form.open  # gradients may come to it
+        beside = differentiates and form.gives_more and not form.open  # gradients may come to it
         before = {name: tree.buffer(name).clone() for name in form.reread} if may_be_read or beside else {}
         try:
             with self._random.of_a_call(draws=manifest.draws):
@@ -286,6 +286,7 @@ class ParallelModule(AsOriginal):
         everything: Reading[Everything] | None = None
         if form.returned is None:
             loss = rest.of_loss(loss, twice) if twice is not None else loss.detach()
+            outputs = self._beside_loss(form, rest, made, call, remembered, twice, before)
             if remembered is not None and may_be_read:
                 everything = self._everything(call, remembered, loss, before)
                 if form.around_loss is not None and not (form.guards is not None and form.guards.leaves):  # these are always held
@@ -301,11 +302,7 @@ class ParallelModule(AsOriginal):
                 returned = as_returned(own, self._returns, returned) if isinstance(own, Tensor) else returned
         else:
             loss = rest.of_loss(loss, twice) if twice is not None else loss.detach()
-            values = form.outputs.collected(made)
-            if remembered is not None and twice is not None:
-                trained = functools.partial(self._wanted.is_trained, kind_of(call), form)
-                values = rest.of_outputs_beside(values, Twice(remembered, beside=True, before=before), trained)
-            outputs = form.returned.marked(values)
+            outputs = form.returned.marked(self._beside_loss(form, rest, made, call, remembered, twice, before))
             is_whole = form.open or form.returned.has_loss or not torch.is_grad_enabled()
             returned = form.returned.put_together(loss, outputs) if is_whole else loss
             if call.asked and form.returned.has_loss:
@@ -314,6 +311,17 @@ class ParallelModule(AsOriginal):
             form.guards.leave(outputs, None if everything is None else functools.partial(left_at, everything))
             form.varied.move(numbers)
         return returned
+
+    def _beside_loss(
+        self, form: Form, rest: Backward, made: Made, call: Call, remembered: Remembered | None, twice: Twice | None,
+        before: Mapping[str, Tensor],
+    ) -> Mapping[str, Tensor]:  # fmt: skip
+        """Collective. The outputs of a call beside its loss, by name."""
+        values = form.outputs.collected(made)
+        if remembered is None or twice is None:
+            return values
+        trained = functools.partial(self._wanted.is_trained, kind_of(call), form)
+        return rest.of_outputs_beside(values, Twice(remembered, beside=True, before=before), trained)
 
     def _may_be_read(self, form: Form) -> bool:
         """Whether the original returns or leaves more than its loss, which the form does not compute."""

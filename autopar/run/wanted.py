@@ -66,9 +66,10 @@ class Wanted:
         self._read.add(kind)
 
     def is_trained(self, kind: Kind, form: Form) -> None:
-        """A gradient has come to what a call of this kind returned beside its loss. form: what ran."""
-        assert form.returned is not None, "it gives more than the loss"
-        if kind not in self._trained:
+        """A gradient has come to what a call of this kind gave beside its loss. form: what ran."""
+        if form.returned is None:  # it came to what the forward has left, not to what it returned
+            self._read.add(kind)
+        elif kind not in self._trained:
             self._trained[kind] = form.returned
             self._tell(
                 "is trained by what it returns beside its loss. In this step those gradients are computed by running the call forward once "

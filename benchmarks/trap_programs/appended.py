@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def features_collected_by_hooks(compile: Compile) -> Results:
     for name in ("first", "blocks.1"):
         part = model.get_submodule(name)
         part.register_forward_hook(lambda module, args, output, name=name: features.append((name, output.detach())))
-    model = compile(model, example_inputs=batch(), outputs="all")
+    model = compile(model, example_inputs=batch())
     losses = train(model)
     return {"losses": losses, "names": [n for n, _ in features].count("first"), "features": _sums([t for _, t in features])}
 
@@ -117,7 +118,7 @@ def losses_on_the_way(compile: Compile) -> Results:
 @program(KIND, plans=MORE)
 def numbers_collected_by_a_hook(compile: Compile) -> Results:
     """Registered after compile, as `.item()`."""
-    model = compile(seeded(Net), example_inputs=batch(), outputs="all")
+    model = compile(seeded(Net), example_inputs=batch())
     seen: list[float] = []
     model.blocks[0].register_forward_hook(lambda module, args, output: seen.append(output.detach().mean().item()))
     return {**trained(model), "seen": seen}
@@ -251,5 +252,69 @@ class Global(Net):
 @program(KIND)
 def list_of_a_module_of_python(compile: Compile) -> Results:
     FEATURES.clear()
-    model = compile(seeded(Global), example_inputs=batch(), outputs="all")
+    model = compile(seeded(Global), example_inputs=batch())
     return {"losses": train(model), "features": _sums(FEATURES)}
+
+
+@program(KIND, plans=MORE)
+def lists_that_hooks_make(compile: Compile) -> Results:
+    """In dicts of the loop, which empties one of them and replaces the other."""
+    model = seeded(Net)
+    means: defaultdict[str, list[float]] = defaultdict(list)
+    model.features = {}
+    for name in ("first", "blocks.0", "blocks.1"):
+        part = model.get_submodule(name)
+        part.register_forward_hook(lambda module, args, output, name=name: means[name].append(output.detach().mean().item()))
+        part.register_forward_hook(lambda module, args, output, name=name: model.features.setdefault(name, []).append(output.detach()))
+    model = compile(model, example_inputs=batch())
+    optimizer, losses, seen, sizes = sgd(model), [], [], []
+    for step, given in enumerate(batches(5)):
+        losses += train(model, optimizer, inputs=[given])
+        seen += [x for some in means.values() for x in some]
+        seen += [x for some in model.features.values() for x in _sums(some)]
+        sizes += [(name, len(some)) for name, some in [*means.items(), *model.features.items()]]
+        if step in (1, 2):
+            means.clear()
+            model.features = {}
+    return {"losses": losses, "seen": torch.tensor(seen), "sizes": sizes}
+
+
+@program(KIND, plans=MORE)
+def arrays_that_hooks_keep(compile: Compile) -> Results:
+    """At the end of a list, under a key, and in an attribute, of batches of two sizes."""
+    model = seeded(Net)
+    seen: list[Any] = []
+    last: dict[str, Any] = {}
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        module.last = output.detach().cpu().numpy()
+
+    model.first.register_forward_hook(lambda module, args, output: seen.append(output.detach().numpy()))
+    model.blocks[0].register_forward_hook(lambda module, args, output: last.update(block=output.detach().cpu().numpy()))
+    model.blocks[1].register_forward_hook(keep)
+    model = compile(model, example_inputs=batch())
+    optimizer, found = sgd(model), []
+    for given in [*batches(3), batch(5, size=7)]:
+        found += train(model, optimizer, inputs=[given])
+        found += [float(abs(x).sum()) for x in (last["block"], model.blocks[1].last)]
+    shapes = [tuple(x.shape) for x in seen]
+    return {"found": found, "sums": [float(abs(x).sum()) for x in seen], "shapes": shapes, "types": {type(x).__name__ for x in seen}}
+
+
+@program(KIND, plans=MORE)
+def activations_of_hooks_in_the_loss(compile: Compile) -> Results:
+    """Latest activations, by name, in a dict of the loop, which makes a penalty of one."""
+    model = seeded(Net)
+    activations: dict[str, Tensor] = {}
+    for name in ("first", "blocks.1"):
+        part = model.get_submodule(name)
+        part.register_forward_hook(lambda module, args, output, name=name: activations.__setitem__(name, output))
+    model = compile(model, example_inputs=batch())
+    optimizer, losses = sgd(model), []
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        loss = model(x, y) + 0.1 * activations["blocks.1"].square().mean()
+        loss.backward()
+        optimizer.step()
+        losses += [loss.item(), activations["first"].detach().sum().item()]
+    return {"losses": losses, "state": state(model)}
