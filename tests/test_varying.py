@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture import capture
 from autopar.capture.interpret import run_whole_program
+from autopar.capture.numbers import Numbers as OfTensors
 from autopar.capture.state import State
 from autopar.capture.varying import Followed, Numbers, in_torch
 from autopar.errors import CaptureError, LaunchError
@@ -250,16 +251,16 @@ def test_a_plan_with_such_numbers_is_not_verified_by_itself() -> None:
 
 
 @pytest.mark.pure
-def test_numbers_that_are_not_there_are_refused() -> None:
-    with pytest.raises(CaptureError, match="are not there"):
-        capture(Annealed(), batch(), varying=Varying(places=frozenset({"nowhere"})))
+def test_numbers_that_are_not_there_are_no_inputs() -> None:
+    guards = capture(Annealed(), (*batch(), 0.5), varying=Varying(places=frozenset({"nowhere"}))).guards
+    assert guards is not None and guards.varied.leaves == ()
 
 
 @pytest.mark.pure
 def test_functions_of_torch_in_python_go_on_with_numbers() -> None:
     model = Annealed()
     numbers = Numbers(Varying(arguments=frozenset({("beta",)})), ((*batch(), 0.5), {}), ("x", "y", "beta"), State.take(model, None))
-    (_, _, stand), _ = Followed(numbers, [as_tensor(0.5)]).given((*batch(), 0.5), {})
+    (_, _, stand), _ = Followed(numbers, [as_tensor(0.5)], OfTensors()).given((*batch(), 0.5), {})
     x = torch.ones(3)
     assert in_torch(F.gumbel_softmax, (x,), {"tau": stand})[0] is F.gumbel_softmax
     func, args, kwargs = in_torch(torch.mul, (x, stand), {})

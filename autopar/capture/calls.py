@@ -10,6 +10,7 @@ draws do not reach the loss. All else that goes on changing is state that a grap
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -27,10 +28,10 @@ from autopar.capture.counted import counts_between, not_read, only_added_to
 from autopar.capture.export import FAILURES, left_at, objective_of
 from autopar.capture.follow import storage_of
 from autopar.capture.held import ABSENT, Opaque, Shape, same
-from autopar.capture.left import Left, left_by
+from autopar.capture.left import Left, left_by, of_a_module
 from autopar.capture.made import in_the_state, made_of
 from autopar.capture.numbers import numbers_like
-from autopar.capture.once import Followed, numbers_once, refuse_once
+from autopar.capture.once import Followed, kept_by_what_happens_once, numbers_kept, numbers_once, refuse_once, said_once
 from autopar.capture.said import Said
 from autopar.capture.source import first_line
 from autopar.capture.state import Change, State
@@ -43,7 +44,7 @@ from autopar.run.varying import NONE as NONE_VARIES
 from autopar.run.varying import Number, Varied
 
 __all__ = [
-    "Call", "Calls", "call_twice", "copied", "differentiated", "gradients_of", "left_as_it_was", "of_a_module", "refuse_changing",
+    "Call", "Calls", "call_twice", "copied", "differentiated", "gradients_of", "left_as_it_was", "refuse_changing",
 ]  # fmt: skip
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -196,12 +197,12 @@ def call_twice(
         read = {path for path, t in made.items() if watch.has_read(t)} if isinstance(watch, _Reads) else set()
         _, first, second = states
         moved = {c.path: c for c in first.changes(second)}
-        followed = _moved_as_traced(type(model).__name__, varied, calls, (first, second))
+        followed = _moved_as_traced(type(model).__name__, varied, calls, (first, second), numbers)
         if followed and varying:
             _moved_as_differentiated(model, loss, inputs, varied, varying.set_back(calls[0].numbers))
         moved = {path: change for path, change in moved.items() if path not in followed}
         settled = tuple(c for c in start.changes(first) if c.path not in moved and c.path not in followed)
-        counts = [count for count in counts_between(start, first, second, traced) if count.path not in followed]
+        counts = [count for count in counts_between(start, first, second, traced) if count.path not in {*followed, *numbers}]
         if counts:
             whole = [c for c in counts if type(c.seen[1]) is int]
             tried = (counts, whole) if whole != counts else (counts,)
@@ -212,12 +213,21 @@ def call_twice(
         if lists := only_appended_to(grown, lambda: _called(model, loss, inputs)):
             raise lists
         paths = frozenset(held.path for held in first.held if any(held.holder is items for items in appended))
-        made_of_tensors = {path for path in numbers if _is_in(path, paths)}
-        made_of_tensors |= not_read({*numbers} - made_of_tensors, second, lambda: _called(model, loss, inputs))
+        vary = {x.place.path for x in varied.leaves if x.place is not None}
+        made_of_tensors = {path for path in numbers if _is_in(path, paths) or path in vary}
+        taken = functools.partial(State.take, model, loss, start)
+        made_of_tensors |= not_read({*numbers} - made_of_tensors, second, lambda: _called(model, loss, inputs), taken)
+        refuse_once(type(model).__name__, kept_by_what_happens_once(vary & {*numbers}, numbers, settled, start))
+        if kept_numbers := [path for path in numbers_kept(traced, numbers, start) if path not in made_of_tensors]:
+            text = f"each call of {type(model).__name__} makes a number of values of tensors, and reads it in the next: {kept_numbers[0]}"
+            text += "\n  what to do: keep it in a tensor registered as a buffer (register_buffer)"
+            once = numbers_once(settled, traced, start)
+            raise NumbersChange(said_once(type(model).__name__, once) if once else text, kept_numbers)
         moved = {path: change for path, change in moved.items() if path not in made_of_tensors}
         moved |= {c.path: c for c in settled if c.path in arrays and c.path not in made_of_tensors}
         written = refuse_changing(type(model).__name__, list(moved.values()), read)
-        left = left_by(start, first, written, traced, counts, paths, moved=followed, once=frozenset(c.path for c in settled))
+        at_once = frozenset(c.path for c in settled)
+        left = left_by(start, first, second, written, traced, counts, paths, numbers=numbers, moved=followed, once=at_once)
         made_here = made_of(settled, in_the_state(model))
     once = [c.path for c in settled if isinstance(c.after, torch.Tensor)]
     once += [name for name, was in writes[0].items() if writes[1][name] != was and writes[1][name] == writes[2][name]]
@@ -232,15 +242,17 @@ def call_twice(
     )  # fmt: skip
 
 
-def _moved_as_traced(name: str, varied: Varied, calls: Sequence[Call], states: Sequence[State]) -> frozenset[str]:
+def _moved_as_traced(
+    name: str, varied: Varied, calls: Sequence[Call], states: Sequence[State], numbers: Collection[str]
+) -> frozenset[str]:
     """The places at which calls leave numbers that follow from those that vary. CaptureError if these are other ones than the trace says.
-    states: after each call."""
+    states: after each call. numbers: the places of those that follow from tensors too."""
     for place, of in varied.moved:
         for call, state in zip(calls, states, strict=True):
             if not same(state.leaves.get(place.path, ABSENT), of(call.numbers)):
                 raise CaptureError(f"each call of {name} leaves in {place.path} a number that does not follow from numbers alone")
     moved = frozenset(place.path for place, _ in varied.moved)
-    stay = [x.place.path for x in varied.leaves if x.place is not None and x.place.path not in moved]
+    stay = [x.place.path for x in varied.leaves if x.place is not None and x.place.path not in moved | {*numbers}]
     for path in stay:
         if any(not same(before.leaves.get(path, ABSENT), state.leaves.get(path, ABSENT)) for before, state in pairwise(states)):
             raise CaptureError(f"each call of {name} leaves in {path} another number than its trace")
@@ -363,11 +375,6 @@ def refuse_changing(name: str, changes: list[Change], read: Collection[str], *, 
         numbers = all(change.of_numbers for change in wrong)
         raise NumbersChange(said, [change.path for change in wrong]) if numbers else CaptureError(said)
     return tuple(written)
-
-
-def of_a_module(path: str) -> bool:
-    """Whether a path is that of an attribute. What a closure or a global is given, something else reads there."""
-    return " " not in path.partition("[")[0]
 
 
 def _is_output(change: Change) -> bool:

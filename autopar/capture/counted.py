@@ -101,8 +101,9 @@ def _grown(before: object, after: object) -> Number | None:
     return after if before is ABSENT else after - before  # type: ignore[operator, return-value]
 
 
-def not_read(paths: Collection[str], state: State, call: Callable[[], Any]) -> frozenset[str]:
-    """Of the places of numbers and arrays, those that a call of the model sets anew and does not read. state: of now."""
+def not_read(paths: Collection[str], state: State, call: Callable[[], Any], taken: Callable[[], State]) -> frozenset[str]:
+    """Of the places of numbers and arrays, those that a call of the model sets anew and does not read. state: of now; taken: gives that of
+    another time."""
     asked: set[str] = set()
     kept = [place for value, place in places(state.held) if isinstance(value, int | float | numpy.ndarray) and place.path in paths]
     stands = [_Added(asked, place.path, float) for place in kept]
@@ -113,7 +114,8 @@ def not_read(paths: Collection[str], state: State, call: Callable[[], Any]) -> f
             call()
     except FAILURES:
         return frozenset()
-    return frozenset(place.path for place in kept if place.path not in asked and type(place.now()) is not _Added)
+    later = taken().leaves if kept else {}  # an object that holds one may be another
+    return frozenset(place.path for place in kept if place.path not in asked and type(later.get(place.path, ABSENT)) is not _Added)
 
 
 def only_added_to(counts: Sequence[Count], call: Callable[[], Any]) -> list[Count]:

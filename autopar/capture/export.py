@@ -119,11 +119,13 @@ class Step(nn.Module):
             followed: Followed | None = None
             if varying:
                 with torch._C.DisableTorchFunction():
-                    followed = Followed(varying, [self.get_buffer(number_name(place)) for place in range(len(varying.leaves))])
+                    tensors = [self.get_buffer(number_name(place)) for place in range(len(varying.leaves))]
+                    followed = Followed(varying, tensors, self.border.numbers)
                     args, kwargs = followed.given(args, kwargs)
                     given, varies = dicts_given(args, kwargs), followed.standing()
             try:
-                with attributes.told(), hidden.watched(), traced_as_kept(), self.border, varies, as_called((args, kwargs)) as said:
+                border = self.border.looking()
+                with attributes.told(), hidden.watched(), traced_as_kept(), border, varies, as_called((args, kwargs)) as said:
                     output = model(*args, **kwargs)
                     left = left_at(leaves, model, loss, start, self.border.numbers)
                     result, own = objective_of(output, loss, outputs, left)

@@ -6,11 +6,14 @@ new value is copied into the old tensor, which the registry gets back. What a gr
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -194,6 +197,26 @@ class AtTheBorder(TorchFunctionMode):
         self.numbers = Numbers()
         self.leaves: list[tuple[torch.Tensor, str]] = []
         self._truths, self._chances = Truths(), Chances()
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Inside, it looks at what is called, and at lines that make text of a number of the trace."""
+
+        def noted(own: Callable[..., str]) -> Callable[..., str]:
+            def text(number: Any, *spec: str) -> str:
+                if not in_library(sys._getframe(1).f_code.co_filename):
+                    self.shows = self.shows or running_line()
+                    if any(spec):
+                        return format(1 if isinstance(number, torch.SymInt) else 1.0, *spec)
+                return own(number, *spec)
+
+            return text
+
+        with self, contextlib.ExitStack() as stack:
+            for kind in (torch.SymFloat, torch.SymInt, torch.SymBool):
+                for name in ("__repr__", "__str__", "__format__"):
+                    stack.enter_context(mock.patch.object(kind, name, noted(getattr(kind, name))))
+            yield
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

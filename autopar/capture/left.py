@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from types import CellType, FunctionType
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -20,12 +20,13 @@ import torch
 from autopar.capture.counted import Count
 from autopar.capture.held import ABSENT, Held, Opaque, Place, child, is_plain, places, put_back, same
 from autopar.capture.numbers import TracedArray
-from autopar.capture.reach import loaded_in
+from autopar.capture.reach import is_foreign, loaded_in
 from autopar.capture.state import Change, State
 from autopar.capture.walk import TABLES, WATCHED_HOOKS
+from autopar.errors import CaptureError
 from autopar.run.left_out import LeftOut
 
-__all__ = ["Left", "is_read", "left_by"]
+__all__ = ["Left", "is_read", "left_by", "of_a_module"]
 
 _KEPT = object()  # what stays as it was
 _COMPUTED = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers of a trace
@@ -107,9 +108,33 @@ class Left:
         return owner._replace(held=owner.held._replace(holder=now)) if type(now) is type(owner.held.holder) else owner
 
 
+class _Record:
+    """An object of a class of the user's, or a namespace, that each call makes: a copy of it is given these fields."""
+
+    def __init__(self, like: Any, fields: Mapping[str, Any]) -> None:
+        self.kind, self.fields = type(like), fields
+
+    def made(self, fields: Mapping[str, Any]) -> Any:
+        made: Any = object.__new__(self.kind) if self.kind is not SimpleNamespace else SimpleNamespace()
+        vars(made).update(fields)
+        return made
+
+
+def _fields(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object that has no others than those in its dict, and is made by them; None of anything else."""
+    kind = type(value)
+    if kind is not SimpleNamespace and (is_foreign(kind.__module__) or kind.__module__.startswith("autopar.")):
+        return None
+    made_so = kind is SimpleNamespace or getattr(kind, "__new__", None) is getattr(object, "__new__", None)
+    is_other = isinstance(value, (type, torch.nn.Module, torch.Tensor, dict, list, tuple, set, frozenset, str, int, float, bytes))
+    return vars(value) if made_so and not is_other and hasattr(value, "__dict__") and not callable(value) else None
+
+
 def _left_out(value: Any) -> Iterator[str]:
     if type(value) is LeftOut:
         yield vars(value)["_path"]
+    if type(value) is _Record:
+        value = value.fields
     for x in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, deque)) else ():
         yield from _left_out(x)
 
@@ -120,6 +145,10 @@ def _anew(value: Any, tensors: Mapping[str, Any]) -> Any:
         return tensors.get(vars(value)["_path"], value)
     if type(value) in (dict, OrderedDict):
         return type(value)((k, _anew(x, tensors)) for k, x in value.items())
+    if type(value) is _Record:
+        return value.made({name: _anew(x, tensors) for name, x in value.fields.items()})
+    if isinstance(value, tuple) and hasattr(type(value), "_fields"):
+        return type(value)(*(_anew(x, tensors) for x in value))
     if type(value) is deque:
         return deque((_anew(x, tensors) for x in value), value.maxlen)
     return type(value)(_anew(x, tensors) for x in value) if type(value) in (list, tuple, set) else value
@@ -137,15 +166,16 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def left_by(
-    start: State, first: State, written: Sequence[str], traced: Iterable[Change], counts: Sequence[Count], appended: frozenset[str],
-    *, once: frozenset[str], moved: frozenset[str] = frozenset(),
+    start: State, first: State, second: State, written: Sequence[str], traced: Iterable[Change], counts: Sequence[Count],
+    appended: frozenset[str], *, numbers: Collection[str], once: frozenset[str], moved: frozenset[str] = frozenset(),
 ) -> Left:  # fmt: skip
-    """start, first: before and after a call of the original. written: the paths at which each call leaves a tensor of its own. traced:
-    what the trace of a call changed: a number that is another there is computed from values of the inputs. counts: to which it adds.
-    appended: the paths of lists to which it appends. once: what the first call changes, and later ones keep. moved: where it leaves numbers
-    that follow from numbers, as the program has them. Where it registers hooks, none of this is left: the hooks are not, and it may say
-    that they are there."""
-    comparison = _Comparison(start, first, written, {c.path: c.after for c in traced}, moved | {c.path for c in counts})
+    """start, first: before and after a call of the original. written: the paths at which each call leaves a tensor of its own. traced: what
+    the trace of a call changed: a number that is another there is computed from values of the inputs. counts: to which it adds. appended:
+    the paths of lists to which it appends. numbers: the places of those that it makes of tensors, and of arrays. once: what the first call
+    changes, and later ones keep. moved: where it leaves numbers that follow from numbers, as the program has them. Where it registers
+    hooks, none of this is left: the hooks are not, and it may say that they are there."""
+    counted = moved | {c.path for c in counts}
+    comparison = _Comparison(start, first, second, written, {c.path: c.after for c in traced}, counted, numbers, appended)
     if any(path.rpartition(".")[2] in WATCHED_HOOKS for path in once):
         comparison.stays(once)
     held = tuple(comparison.held())
@@ -159,8 +189,11 @@ def left_by(
 
 class _Comparison:
     def __init__(
-        self, start: State, first: State, written: Sequence[str], traced: Mapping[str, object], counted: frozenset[str]
-    ) -> None:
+        self, start: State, first: State, second: State, written: Sequence[str], traced: Mapping[str, object], counted: frozenset[str],
+        numbers: Collection[str], appended: frozenset[str],
+    ) -> None:  # fmt: skip
+        self._numbers, self._appended = numbers, appended
+        self._later = {(id(held.holder), held.keys): held.items for held in second.held}
         self._start, self._first, self._written, self._traced, self._counted = start, first, written, traced, counted
         self._where = {id(_object(first.leaves[path])): path for path in written if path in first.leaves}
         made = {c.path for c in start.changes(first) if isinstance(c.after, (torch.Tensor, Opaque))}
@@ -180,7 +213,8 @@ class _Comparison:
                 continue
             if isinstance(held.holder, (CellType, ContextVar)):
                 new = held.path not in self._counted and (held.items is not known.items or self._is_computed(held.path))
-                if new and is_plain(value := self._left(held.items, held.path)):
+                value = self._left(held.items, held.path) if new else _KEPT
+                if is_plain(value) or type(value) is LeftOut:
                     self.paths.add(held.path)
                     yield Held(held.path, held.holder, value)
             elif isinstance(held.items, dict):
@@ -204,6 +238,8 @@ class _Comparison:
         left = {key: self._left(value, child(held, key)) for key, value in made.items()}
         if not isinstance(held.holder, type):
             left |= dict.fromkeys(known.items.keys() - held.items.keys(), ABSENT)
+        for key in [key for key, value in left.items() if value is _KEPT and self._is_anew(held, key)]:
+            left[key] = self._lost(child(held, key), held.items[key])
         found = {key: value for key, value in left.items() if value is not _KEPT}
         self.paths |= {child(held, key) for key in found}
         return found
@@ -215,6 +251,9 @@ class _Comparison:
         stays = [id(value) in before and not self._is_computed(path) for value, path in zip(held.items, paths, strict=True)]
         left = [value if stay else self._left(value, path) for value, path, stay in zip(held.items, paths, stays, strict=True)]
         if not any(map(self._is_written, paths)) and any(value is _KEPT for value in left):
+            if held.path in self._appended:
+                place = next(k for k, value in enumerate(left) if value is _KEPT)
+                self._lost(paths[place], held.items[place])
             return None
         return tuple(LeftOut(path) if value is _KEPT else value for value, path in zip(left, paths, strict=True))
 
@@ -233,11 +272,35 @@ class _Comparison:
             inner = [self._left(x, child(held, key)) for key, x in value.items()]
         elif type(value) in (set, frozenset) and all(map(is_plain, value)) and self._follows(path):
             return type(value)(value)
+        elif isinstance(value, tuple) and hasattr(type(value), "_fields"):
+            inner = [self._left(x, f"{path}[{i}]") for i, x in enumerate(value)]
+        elif (fields := _fields(value)) is not None:
+            inner = [self._left(x, f"{path}.{name}") for name, x in fields.items()]
         else:
             return LeftOut(path) if self._is_written(path) else _KEPT
         if any(x is _KEPT for x in inner):
             return LeftOut(path) if self._is_written(path) else _KEPT
-        return type(value)(zip(value, inner, strict=True)) if isinstance(value, dict) else type(value)(inner)
+        if isinstance(value, dict):
+            return type(value)(zip(value, inner, strict=True))
+        if isinstance(value, tuple) and hasattr(type(value), "_fields"):
+            return type(value)(*inner)
+        return type(value)(inner) if isinstance(value, (list, tuple, deque)) else _Record(value, dict(zip(_fields(value) or (), inner)))
+
+    def _is_anew(self, held: Held, key: Any) -> bool:
+        """Whether each call puts another object there, which is no number."""
+        later = self._later.get((id(held.holder), held.keys))
+        value = held.items[key]
+        return isinstance(later, dict) and not is_plain(value) and later.get(key, value) is not value
+
+    def _lost(self, path: str, value: object) -> Any:
+        """What stands in the place of an object that each call makes and the parallel module cannot: an attribute that nothing in the model
+        reads says so when it is used. CaptureError for another place."""
+        if of_a_module(path):
+            return _KEPT if is_read(path, self._start) else LeftOut(path)
+        raise CaptureError(
+            f"each call leaves an object ({type(value).__name__}) in {path}, which no program makes\n  what to do: leave tensors there, in "
+            f"lists, dicts, named tuples or dataclasses"
+        )
 
     def _plain(self, value: object, path: str) -> object:
         if not same(self._first.leaves.get(path, ABSENT), value):
@@ -258,6 +321,8 @@ class _Comparison:
     def _is_computed(self, path: str) -> bool:
         """Whether a call leaves a number there that it has computed from values, whatever that was before."""
         left = self._traced.get(path)
+        if path in self._numbers:
+            return is_plain(self._first.leaves.get(path, ABSENT))
         return isinstance(left, Opaque) and isinstance(left.value, _COMPUTED) and is_plain(self._first.leaves.get(path, ABSENT))
 
     def _follows(self, path: str) -> bool:
@@ -267,6 +332,11 @@ class _Comparison:
 
     def _is_written(self, path: str) -> bool:
         return any(w == path or w.startswith((f"{path}.", f"{path}[")) for w in self._written)
+
+
+def of_a_module(path: str) -> bool:
+    """Whether a path is that of an attribute. What a closure or a global is given, something else reads there."""
+    return " " not in path.partition("[")[0]
 
 
 def is_read(path: str, state: State) -> bool:

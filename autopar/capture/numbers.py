@@ -50,6 +50,9 @@ for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__rep
     setattr(TracedArray, _name, _used(_name))
 
 
+_UNUSUAL = 2**62  # from here on, whole numbers are found in no model
+
+
 class Numbers:
     """Those of one trace."""
 
@@ -64,6 +67,17 @@ class Numbers:
         if isinstance(number, NUMBERS):
             self._by_symbol[number.node.expr] = tensor
         return number
+
+    def hold(self, number: object, tensor: Tensor) -> None:
+        """What stands for a number that the graph computes as this tensor of one element."""
+        self._made[id(number)] = number, tensor
+
+    def standing(self, number: object) -> int | float:
+        """A number to leave in the place of what stands for one."""
+        tensor = self._made[id(number)][1]
+        left: int | float = float("nan") if tensor.dtype.is_floating_point else _UNUSUAL + len(self._made)
+        self.hold(left, tensor)
+        return left
 
     def array(self, of: Tensor) -> TracedArray:
         """Stands for the array that is made of a tensor, and has its memory."""

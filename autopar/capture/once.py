@@ -3,19 +3,19 @@ graph would compute it from every batch anew."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture.held import is_plain
+from autopar.capture.held import Shape, is_plain, places
 from autopar.capture.left import is_read
 from autopar.capture.state import Change, State
 from autopar.errors import CaptureError
 
-__all__ = ["Followed", "numbers_once", "refuse_once"]
+__all__ = ["Followed", "kept_by_what_happens_once", "numbers_kept", "numbers_once", "refuse_once", "said_once"]
 
 
 class Followed(TorchDispatchMode):
@@ -57,12 +57,32 @@ def numbers_once(settled: Iterable[Change], traced: Iterable[Change], start: Sta
     return [c.path for c in settled if isinstance(c.after, (int, float)) and c.path in computed and is_read(c.path, start)]
 
 
+def numbers_kept(traced: Iterable[Change], numbers: Collection[str], start: State) -> list[str]:
+    """The places of numbers at which a call leaves one that it makes of values, whatever that is for the example inputs, and which code
+    may read. numbers: those of which the trace knows what they are made of."""
+    there = {place.path for value, place in places(start.held) if type(value) in (int, float)}
+    computed = (c.path for c in traced if c.path in numbers or not is_plain(c.after))
+    return [path for path in computed if path in there and is_read(path, start)]
+
+
+def kept_by_what_happens_once(read: Iterable[str], numbers: Collection[str], settled: Iterable[Change], start: State) -> list[str]:
+    """Of numbers that calls make of values and read in the next, those of which the next call may make nothing, or another: of all, if the
+    first call changes what code reads, and later ones leave it (`self.ready = True`). numbers: the places of all that it makes."""
+    others = (c for c in settled if c.path not in numbers and not isinstance(c.after, Shape))
+    return sorted(read) if any(is_read(c.path, start) for c in others) else []
+
+
 def refuse_once(name: str, paths: list[str]) -> None:
     """CaptureError if there are any."""
     if paths:
-        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-        raise CaptureError(
-            f"the first call of {name} computes {', '.join(paths[:3])}{more} from its batch or its weights, and later calls keep that; the "
-            f"parallel module would compute it in every call\n  what to do: call the model once on its first batch before compiling it, so "
-            f"that it is there"
-        )
+        raise CaptureError(said_once(name, paths))
+
+
+def said_once(name: str, paths: list[str]) -> str:
+    """What is said of a model of which these are made once."""
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return (
+        f"the first call of {name} computes {', '.join(paths[:3])}{more} from its batch or its weights, and later calls keep that; the "
+        f"parallel module would compute it in every call\n  what to do: call the model once on its first batch before compiling it, so "
+        f"that it is there"
+    )

@@ -18,7 +18,7 @@ from autopar.capture.around import capturing, check_told, said_otherwise
 from autopar.capture.assembled import program_of, with_flows
 from autopar.capture.autocast import with_casts
 from autopar.capture.border import TracedCall, check_border, observed
-from autopar.capture.calls import Calls, Inputs, apart, copied, of_a_module, refuse_changing
+from autopar.capture.calls import Calls, Inputs, apart, copied, refuse_changing
 from autopar.capture.captured import Captured
 from autopar.capture.casts import cast_before_use
 from autopar.capture.causal import with_known_masks
@@ -32,6 +32,7 @@ from autopar.capture.guards import Guards
 from autopar.capture.held import ABSENT
 from autopar.capture.hooked import refuse_left
 from autopar.capture.infer import Inference
+from autopar.capture.left import of_a_module
 from autopar.capture.normalise import (
     as_reshapes,
     drops_randomness,

@@ -209,7 +209,8 @@ class Search:
                 continue
             if owner is not None:
                 self.owners[id(function)] = owner
-            if id(function) not in self.seen and _is_followed(function.__module__):
+            written_in = function.__globals__.get("__name__", "")  # functools.wraps says another module
+            if id(function) not in self.seen and (_is_followed(function.__module__) or (written_in and _is_followed(written_in))):
                 self.seen.add(id(function))
                 self.pending.append(function)
                 self.found.functions.append(function)

@@ -43,6 +43,7 @@ __all__ = ["Pass", "ReadsValues", "observed"]
 STATES = 4  # of Python's and numpy's generators in which a region is tried by samples: the lowest numbers, the highest, and two others
 DEPTH = 3  # of containers in containers
 KEEP_TENSORS = "keep tensors (x.detach()), which are followed, and make numbers and arrays of them where they are read"
+_OF_TENSORS = (f"torch{os.sep}_tensor.py", f"torch{os.sep}overrides.py")  # where methods of tensors are that Python has
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -58,9 +59,13 @@ class ReadsValues(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") in _READS_VALUES and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
-            self.read = True
-            self.by_hook = self.by_hook or next((self.hooks[c] for c in _running(sys._getframe(1)) if c in self.hooks), "")
+        if getattr(func, "__name__", "") in _READS_VALUES:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename.endswith(_OF_TENSORS):
+                frame = frame.f_back
+            if frame is not None and not frame.f_code.co_filename.startswith(_TORCH):
+                self.read = True
+                self.by_hook = self.by_hook or next((self.hooks[c] for c in _running(frame) if c in self.hooks), "")
         return func(*args, **(kwargs or {}))
 
 

@@ -137,11 +137,17 @@ class State:
 def _objects(held: Iterable[Held]) -> Iterator[tuple[object, str]]:
     for one in held:
         if isinstance(one.holder, CellType | ContextVar):
-            yield one.items, one.path
-        elif isinstance(one.items, dict):
-            yield from ((value, child(one, key)) for key, value in one.items.items())
-        elif isinstance(one.items, tuple):
-            yield from ((value, child(one, k)) for k, value in enumerate(one.items))
+            yield from _with_members(one.items, one.path)
+        elif isinstance(one.items, dict | tuple):
+            for key, value in one.items.items() if isinstance(one.items, dict) else enumerate(one.items):
+                yield from _with_members(value, child(one, key))
+
+
+def _with_members(value: object, path: str) -> Iterator[tuple[object, str]]:
+    yield value, path
+    if isinstance(value, tuple):  # which are not held
+        for k, member in enumerate(value):
+            yield from _with_members(member, f"{path}[{k}]")
 
 
 def _walked(

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture.held import places
+from autopar.capture.numbers import Numbers as OfTensors
 from autopar.capture.state import State
 from autopar.errors import CaptureError, NumbersChange
 from autopar.run.objects import leaf_path
@@ -35,7 +36,8 @@ class Numbers:
     """Those of a capture. paths: of arguments, as the call gives them. values: in this call."""
 
     def __init__(self, varying: Varying, inputs: _Inputs, names: Sequence[str], state: State) -> None:
-        """names: of the forward's positional parameters. state: of the model. CaptureError if one is not there, or is no number."""
+        """names: of the forward's positional parameters. state: of the model; places at which there is no number are left out.
+        CaptureError if an argument is not there, or is no number."""
         leaves: list[tuple[Leaf, Path, Number]] = []
         for path, value in pytree.tree_leaves_with_path(inputs):
             first, *rest = found = leaf_path(path)
@@ -47,7 +49,7 @@ class Numbers:
                 leaves.append((Leaf(place.path, type(value), place=place), (), value))
         self.leaves = tuple(leaf for leaf, _, _ in leaves)
         self.paths = {path: number for number, (_, path, _) in enumerate(leaves) if path}
-        if len({leaf.name for leaf in self.leaves}) < len(varying.arguments) + len(varying.places):
+        if len(self.paths) < len(varying.arguments):
             raise CaptureError("of numbers that calls have otherwise, some are not there")
         self._arguments = {leaf.argument: value for leaf, path, value in leaves if path}
 
@@ -67,10 +69,11 @@ class Numbers:
 
 
 class Followed:
-    """The numbers in one trace. tensors: of one element each, that the trace has for them."""
+    """The numbers in one trace. tensors: of one element each, that the trace has for them. of_tensors: the numbers that it makes of
+    tensors, to which those belong that are computed of both."""
 
-    def __init__(self, numbers: Numbers, tensors: Sequence[Tensor]) -> None:
-        self._numbers, self.values = numbers, numbers.values()
+    def __init__(self, numbers: Numbers, tensors: Sequence[Tensor], of_tensors: OfTensors) -> None:
+        self._numbers, self.values, self.of_tensors = numbers, numbers.values(), of_tensors
         self.asked: dict[str, Asked] = {}
         self._stand = [
             _Varies(self, value, operator.itemgetter(k), leaf.name, functools.partial(_same, tensor))
@@ -112,7 +115,9 @@ class Followed:
             if place is None:
                 continue
             now = place.now()
-            if type(now) in (_Varies, int, float):
+            if type(now) is _Varies and not now.known:
+                place.put(self.of_tensors.standing(now))
+            elif type(now) in (_Varies, int, float):
                 value, of = (now.value, now.of) if type(now) is _Varies else (now, lambda _, now=now: now)
                 place.put(value)
                 if now is not stand:
@@ -130,7 +135,7 @@ def refuse_kept(output: Any, state: State) -> None:
     """What stands for a number is among what a call returned, or left where no such number was: CaptureError; NumbersChange if that is
     the place of another number."""
     left = [(path, getattr(x, "value", x)) for path, x in state.leaves.items()]
-    if kept := [path for path, x in left if type(x) is _Varies]:
+    if kept := [path for path, x in left if type(x) is _Varies and x.known]:
         raise NumbersChange(f"the forward keeps in {kept[0]} a number that calls have otherwise, or one that it computes of it", kept)
     if any(type(x) is _Varies for x in pytree.tree_leaves(output)):
         raise CaptureError("the forward returns a number that calls have otherwise, or one that it computes of it")
@@ -138,6 +143,10 @@ def refuse_kept(output: Any, state: State) -> None:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _unknown(_: Sequence[Number]) -> NoReturn:
+    raise RuntimeError("a number that is made of tensors decides what runs, which no graph holds")
 
 
 # ----------------------------------------------------------------------------------------------------------- what stands for one
@@ -158,12 +167,23 @@ _WHOLE = 2**53  # whole numbers below it are computed alike by all
 
 
 class _Varies:
-    """Stands for a number. value: that of this call. of: computes it of all that vary. text: for people. made: the tensor, when it is
-    wanted."""
+    """Stands for a number. value: that of this call; known: whether it is known, as it is not of a number that is computed of tensors
+    too: value is one of its kind then. of: computes it of all that vary. text: for people. made: the tensor, when it is wanted."""
 
-    def __init__(self, followed: Followed, value: Number, of: _Of, text: str, make: Callable[[], Tensor]) -> None:
-        self.followed, self.value, self.of, self.text, self._make = followed, value, of, text, make
+    def __init__(self, followed: Followed, value: Number, of: _Of, text: str, make: Callable[[], Tensor], *, known: bool = True) -> None:
+        self.followed, self.value, self.of, self.text, self._make, self.known = followed, value, of, text, make, known
         self._made: Tensor | None = None
+        if not known:
+            followed.of_tensors.hold(self, self.tensor())
+
+    @staticmethod
+    def of_tensor(followed: Followed, number: Any) -> Any:
+        """What stands for a number that the trace makes of tensors; NotImplemented for anything else."""
+        tensor = followed.of_tensors.tensor_of(number)
+        if tensor is None:
+            return NotImplemented
+        value = 1 if isinstance(number, int | torch.SymInt) else 1.0
+        return _Varies(followed, value, _unknown, "a number made of a tensor", lambda: tensor, known=False)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -184,6 +204,8 @@ class _Varies:
 
     def now(self, text: str = "", function: Callable[[Any], Any] = lambda x: x) -> Any:
         """Its value, or what a function gives of it, for which the program holds then."""
+        if not self.known:
+            _unknown(())
         return self.followed.told(text or self.text, lambda values: function(self.of(values)))
 
     def combined(self, step: str, other: Any, *, reflected: bool = False) -> Any:
@@ -192,8 +214,11 @@ class _Varies:
             if step == "truediv" and not reflected:  # as torch divides a number by a tensor
                 return _TENSORS["mul"](other.reciprocal(), self)
             return _TENSORS[step](*operands)
+        if isinstance(other, torch.SymInt | torch.SymFloat):
+            other = _Varies.of_tensor(self.followed, other)
         if type(other) not in (int, float, bool, _Varies):
             return NotImplemented
+        operands = (other, self) if reflected else (self, other)
         function = _STEPS[step]
         values: list[Any] = [x.value if type(x) is _Varies else x for x in operands]
         first, second = ((x.of if type(x) is _Varies else lambda _, x=x: x) for x in operands)
@@ -204,9 +229,10 @@ class _Varies:
 
         value = function(*values)  # which may raise, as the original does
         whole = type(value) is int
+        known = all(x.known for x in operands if type(x) is _Varies)
         if not _can_be_traced(step, values, value):
             return self.followed.told(text, of)
-        if step in ("truediv", "floordiv", "mod") and type(operands[1]) is _Varies:
+        if step in ("truediv", "floordiv", "mod") and type(operands[1]) is _Varies and operands[1].known:
             operands[1].now(f"{operands[1].text} == 0", lambda x: x == 0)
 
         def make() -> Tensor:
@@ -216,7 +242,7 @@ class _Varies:
             found: Tensor = function(*made)
             return found
 
-        return _Varies(self.followed, value, of, text, make)
+        return _Varies(self.followed, value, of, text, make, known=known)
 
     def by(self, text: str, function: Callable[[Any], Any], of_tensor: Callable[[Tensor], Tensor]) -> Any:
         """A function of one number, and of a tensor."""
@@ -225,13 +251,16 @@ class _Varies:
             return self.now(text, function)
         kind = torch.int64 if type(value) is int else torch.float64
         return _Varies(
-            self.followed, value, lambda numbers: function(self.of(numbers)), text, lambda: of_tensor(self.tensor().to(kind))
+            self.followed, value, lambda numbers: function(self.of(numbers)), text, lambda: of_tensor(self.tensor().to(kind)),
+            known=self.known,
         )  # fmt: skip
 
     def compared(self, name: str, other: Any) -> Any:
         if isinstance(other, Tensor):
             return getattr(torch, name)(other, self) if name in ("eq", "ne") else getattr(torch, _MIRRORED[name])(other, self)
         function = getattr(operator, name)
+        if isinstance(other, torch.SymInt | torch.SymFloat) or not self.known:
+            _unknown(())
         if type(other) is not _Varies:
             if type(other) not in (int, float, bool):
                 return NotImplemented

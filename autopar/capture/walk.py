@@ -38,6 +38,7 @@ from autopar.capture.held import (
     Opaque,
     Shape,
     Value,
+    child,
     contents,
     is_plain,
     order_of,
@@ -121,8 +122,8 @@ class Walk:
             found = dict(own[table])
             self.held.append(Held(prefix, own[table], found, table=table))
             self.leaves[f"{prefix}{table}"] = _names(tuple([k for k, v in found.items() if v is not None]), kept)
-        for name, child in own["_modules"].items():
-            self.leaves[f"{prefix}{name} (the module)"] = Opaque(child)
+        for name, inner in own["_modules"].items():
+            self.leaves[f"{prefix}{name} (the module)"] = Opaque(inner)
         for name, buffer in own["_buffers"].items():
             if buffer is not None and f"{prefix}{name}" not in self.buffers:
                 self._tensor(f"{prefix}{name}", buffer)
@@ -193,8 +194,12 @@ class Walk:
             self.visit(f"the defaults of {name}", function.__defaults__ or (), DEPTH)
             if function.__kwdefaults__:
                 self.visit(f"the keyword defaults of {name}", function.__kwdefaults__, DEPTH)
-            self.visit(f"the attributes of {name}", {k: v for k, v in vars(function).items() if k != "__wrapped__"}, DEPTH)
-            self.held.append(Held(f"the attributes of {name}", vars(function), dict(vars(function))))
+            own = Held(f"the attributes of {name}", vars(function), dict(vars(function)))
+            self.held.append(own)
+            self.leaves[own.path] = Shape("dict", len(own.items))
+            for key, value in own.items.items():
+                if key != "__wrapped__":
+                    self.visit(child(own, key), value, DEPTH)
 
     def visit(self, path: str, value: object, depth: int) -> None:
         """Adds the leaves of a value."""
@@ -225,7 +230,9 @@ class Walk:
     def _plain(self, path: str, value: Any, depth: int) -> None:
         """A number, a string, a member of an Enum, with the user's own attributes."""
         self.leaves[path] = value
-        if type(value) not in EXACTLY and type(value) is not tuple and depth and _has_attributes(value) and id(value) not in self.seen:
+        if type(value) in EXACTLY or type(value) is tuple or type(value).__module__.startswith("autopar."):  # what stands for a number
+            return
+        if depth and _has_attributes(value) and id(value) not in self.seen:
             self.seen.add(id(value))
             for name, item in self._attributes(path, value):
                 self.visit(name, item, depth - 1)

@@ -19,6 +19,10 @@ class LeftOut:
     def __init__(self, path: str, read: Callable[[], Tensor] | None = None, why: str = "") -> None:
         self.__dict__["_path"], self.__dict__["_read"], self.__dict__["_why"] = path, read, why
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return LeftOut if self.__dict__["_read"] is None else Tensor
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

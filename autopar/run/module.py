@@ -40,7 +40,7 @@ from autopar.run.launch import default_device, join_process_group
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Mesh
 from autopar.run.metrics import Metrics
-from autopar.run.outputs import Returned
+from autopar.run.outputs import Returned, as_inner
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.random_numbers import RandomNumbers
 from autopar.run.reading import Reading
@@ -287,6 +287,7 @@ class ParallelModule(AsOriginal):
         if form.returned is None:
             loss = rest.of_loss(loss, twice) if twice is not None else loss.detach()
             outputs = self._beside_loss(form, rest, made, call, remembered, twice, before)
+            outputs = as_inner(outputs, outputs)
             if remembered is not None and may_be_read:
                 everything = self._everything(call, remembered, loss, before)
                 if form.around_loss is not None and not (form.guards is not None and form.guards.leaves):  # these are always held

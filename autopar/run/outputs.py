@@ -30,7 +30,9 @@ from autopar.run.plain import plainly
 from autopar.run.slices import joined, local_slice
 from autopar.run.varying import as_tensor
 
-__all__ = ["Inner", "MadeOf", "Outputs", "Returned", "check_seen", "dicts_given", "found_in", "taken_apart", "written_into"]
+__all__ = [
+    "Inner", "MadeOf", "Outputs", "Returned", "as_inner", "check_seen", "dicts_given", "found_in", "taken_apart", "written_into",
+]  # fmt: skip
 
 
 _OF_ITS_CLASS = frozenset((Tensor.__deepcopy__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__repr__))  # they look for a subclass
@@ -64,6 +66,11 @@ class Inner(Tensor):
 
     grad = property(_refuse, _refuse)
     retain_grad = register_hook = _refuse
+
+
+def as_inner(tensors: Mapping[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
+    """Outputs by name, of which these refuse to tell their gradients."""
+    return {name: t.as_subclass(Inner) if name in names and t.requires_grad else t for name, t in tensors.items()}
 
 
 def _as_plain(x: Tensor) -> Tensor:
@@ -214,7 +221,7 @@ class Returned:
 
     def marked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The outputs, of which those inside refuse to tell their gradients."""
-        return {name: t.as_subclass(Inner) if name in self.inner and t.requires_grad else t for name, t in tensors.items()}
+        return as_inner(tensors, self.inner)
 
     @property
     def has_loss(self) -> bool:
