@@ -4,6 +4,7 @@ read of them is refused."""
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -165,3 +166,54 @@ def test_arrays_that_are_used_are_refused(use: Callable[[Any], Any]) -> None:
     with pytest.raises(CaptureError, match="cannot capture Arrays"):
         capture(Arrays(use), (torch.randn(6, 4),))
     assert len(capture(Arrays(lambda x: isinstance(x, numpy.ndarray) or 1 / 0), (torch.randn(6, 4),), outputs=True).program.outputs) == 1
+
+
+class Slotted:
+    __slots__ = ("mean",)
+
+    def __init__(self, mean: float) -> None:
+        self.mean = mean
+
+
+def test_objects_that_cannot_be_made_again_are_refused() -> None:
+    seen = list[Any]()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].register_forward_hook(lambda module, args, output: seen.append(Slotted(output.mean().item())))
+    with pytest.raises(CaptureError, match=r"each call leaves an object \(Slotted\) in .*, which no program makes"):
+        capture(model, (torch.randn(6, 4),), outputs=True)
+
+
+def _log(x: Any) -> None:
+    logging.getLogger("seen").error("%s", x)
+
+
+@pytest.mark.parametrize("text", [print, lambda x: print(f"{x:.3f}"), lambda x: print([x]), _log])
+def test_numbers_of_tensors_that_are_printed_are_refused(text: Callable[[Any], Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].register_forward_hook(lambda module, args, output: text(output.mean().item()))
+    with pytest.raises(CaptureError, match="prints or logs a tensor, whose values are others in every call"):
+        capture(model, (torch.randn(6, 4),), outputs=True)
+
+
+class Ready(nn.Module):
+    """Begins a running mean with its first value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mean, self.ready = nn.Linear(4, 4), 0.0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        value = h.square().mean().item()
+        self.mean = 0.9 * self.mean + 0.1 * value if self.ready else value
+        self.ready = True
+        return h.square().mean() / self.mean
+
+
+def test_running_numbers_that_begin_in_another_way_are_refused() -> None:
+    model, x = Ready(), torch.randn(6, 4)
+    with pytest.raises(CaptureError, match="the first call of Ready computes mean from its batch"):
+        capture(model, (x,))
+    model(x)
+    guards = capture(model, (x,)).guards
+    assert guards is not None and [leaf.name for leaf in guards.varied.leaves] == ["mean"] and guards.place("mean") is not None

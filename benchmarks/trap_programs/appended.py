@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from typing import Any
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -318,3 +321,115 @@ def activations_of_hooks_in_the_loss(compile: Compile) -> Results:
         optimizer.step()
         losses += [loss.item(), activations["first"].detach().sum().item()]
     return {"losses": losses, "state": state(model)}
+
+
+class Meter:
+    """The mean of what it was given."""
+
+    def __init__(self) -> None:
+        self.total, self.count, self.mean = 0.0, 0, 0.0
+
+    def update(self, value: float, count: int) -> None:
+        self.total += value * count
+        self.count += count
+        self.mean = self.total / self.count
+
+
+class Metered(Net):
+    """Counts hits, adds up losses, and weighs the loss by a running mean of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hits, self.running, self.meter, self.figures = 0, 1.0, Meter(), {"loss": 0.0}
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.logits(x)
+        loss = F.cross_entropy(logits, y)
+        self.hits += (logits.argmax(1) == y).sum().item()
+        self.running = 0.9 * self.running + 0.1 * loss.item()
+        self.meter.update(loss.item(), len(x))
+        self.figures["loss"] += loss.item()
+        return loss / self.running
+
+
+@program(KIND, plans=MORE)
+def running_numbers_of_the_forward(compile: Compile) -> Results:
+    """The loop sets one of them anew."""
+    model = compile(seeded(Metered), example_inputs=batch())
+    optimizer, found = sgd(model), []
+    for step, given in enumerate([*batches(4), batch(5, size=7)]):
+        found += train(model, optimizer, inputs=[given])
+        found += [model.hits, model.running, model.meter.mean, model.figures["loss"]]
+        if step == 1:
+            model.hits, model.figures["loss"] = 0, 0.0
+    return {"found": found, "kinds": [type(model.hits).__name__, type(model.running).__name__], "state": state(model)}
+
+
+@program(KIND, plans=MORE)
+def running_numbers_of_a_hook(compile: Compile) -> Results:
+    """Of Welford's, in variables that a hook closes over; a hook that is wrapped counts itself."""
+    model = seeded(Net)
+    count, mean, squares = 0, 0.0, 0.0
+
+    def wrapped(function: Any) -> Any:
+        @functools.wraps(function)
+        def counting(*args: Any) -> Any:
+            counting.calls += 1  # type: ignore[attr-defined]
+            return function(*args)
+
+        counting.calls = 0  # type: ignore[attr-defined]
+        return counting
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        nonlocal count, mean, squares
+        value = output.detach().abs().mean().item()
+        count += 1
+        before = value - mean
+        mean += before / count
+        squares += before * (value - mean)
+
+    model.blocks[0].register_forward_hook(hook)
+    model.first.forward = forward = wrapped(model.first.forward)
+    model = compile(model, example_inputs=batch())
+    optimizer, found = sgd(model), []
+    for given in batches(4):
+        found += [*train(model, optimizer, inputs=[given]), count, mean, squares, forward.calls]
+    return {"found": found}
+
+
+class Row(NamedTuple):
+    layer: str
+    mean: float
+
+
+@dataclass
+class Entry:
+    layer: str
+    values: Tensor
+
+
+class Note:
+    def __init__(self, shape: tuple[int, ...], most: float) -> None:
+        self.shape, self.most = shape, most
+
+
+@program(KIND, plans=MORE)
+def records_that_hooks_leave(compile: Compile) -> Results:
+    model = seeded(Net)
+    rows: list[Row] = []
+    notes: list[Any] = []
+    entries: dict[str, Entry] = {}
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        h = output.detach()
+        rows.append(Row("first", h.mean().item()))
+        notes.append(Note(tuple(h.shape), h.max().item()))
+        notes.append(SimpleNamespace(shape=h.shape[1], most=h.min().item()))
+        entries["first"] = Entry("first", h.sum(0))
+        module.latest = Row("first", h.std().item())
+
+    model.first.register_forward_hook(keep)
+    model = compile(model, example_inputs=batch())
+    losses = train(model)
+    found = [row.mean for row in rows] + [note.most for note in notes] + _sums([entries["first"].values]) + [model.first.latest.mean]
+    return {"losses": losses, "found": found, "shapes": [note.shape for note in notes], "kinds": [type(x).__name__ for x in notes]}
