@@ -217,3 +217,50 @@ def test_running_numbers_that_begin_in_another_way_are_refused() -> None:
     model(x)
     guards = capture(model, (x,)).guards
     assert guards is not None and [leaf.name for leaf in guards.varied.leaves] == ["mean"] and guards.place("mean") is not None
+
+
+class Stop(Exception):
+    pass
+
+
+def test_what_is_left_by_a_forward_that_is_stopped_is_refused() -> None:
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), dict[str, Any]()
+
+    def stop(module: nn.Module, args: Any, output: Tensor) -> None:
+        if seen is not None:
+            seen["first"] = output.detach()
+        raise Stop
+
+    model[0].register_forward_hook(stop)
+    with pytest.raises(CaptureError, match="the forward of Sequential ends with Stop, and has changed seen"):
+        capture(model, (torch.randn(6, 4),), outputs=True)
+    assert seen == {}
+    seen = None  # type: ignore[assignment]
+    with pytest.raises(Stop):
+        capture(model, (torch.randn(6, 4),), outputs=True)
+
+
+class Making(nn.Module):
+    """Makes a list in a dict; scales are watched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.stats, self.scales = nn.Linear(4, 4), dict[str, list[float]](), [2.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x) * self.scales[0]
+        self.stats.setdefault("mean", []).append(h.mean().item())
+        return h.square().mean()
+
+
+def test_lists_are_made_in_the_dict_that_the_loop_has_put_there() -> None:
+    model = Making()
+    guards = capture(model, (torch.randn(6, 4),)).guards
+    assert guards is not None and (name := guards.place("stats['mean'][0]")) is not None
+    for number in (1.0, 3.0):
+        guards.leave({name: torch.tensor(number)})
+    assert model.stats == {"mean": [1.0, 3.0]}
+    model.stats, model.scales = {}, [2.0]  # equal, in another object, so that what stands where is looked for
+    assert guards.changed() is None
+    guards.leave({name: torch.tensor(5.0)})
+    assert model.stats == {"mean": [5.0]}

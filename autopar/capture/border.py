@@ -33,16 +33,20 @@ from autopar.capture.regions import Regions
 from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace, flatten
 from autopar.capture.varying import Numbers
-from autopar.errors import CaptureError, DrawsOutside
+from autopar.errors import AutoparError, CaptureError, DrawsOutside
 from autopar.run import outside_draws
 from autopar.run.outputs import Returned
 from autopar.run.plain import plainly
 from autopar.run.varying import NONE as NONE_VARIES
 from autopar.run.varying import Varied
 
-__all__ = ["TracedCall", "check_border", "observed", "traced"]
+__all__ = ["Stopped", "TracedCall", "check_border", "observed", "traced"]
 
 Loss = Callable[[Any], torch.Tensor] | None
+
+
+class Stopped(Exception):
+    """The model's forward ends with an exception of the user's, and has left something. Nothing else is tried then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +101,17 @@ def traced(
                 f"the forward of {type(model).__name__} sets the seed of torch's generator, so that every call draws the same numbers\n"
                 f"  what to do: set it before training; keep numbers that do not change in a buffer"
             )
+    except Exception as error:
+        if isinstance(error, (AutoparError, *FAILURES)):
+            raise
+        with torch._C.DisableTorchFunction():
+            left = [c for c in start.changes(State.take(model, loss, start)) if not _stands_in(c)]
+        if left:
+            raise Stopped(
+                f"the forward of {type(model).__name__} ends with {type(error).__name__}, and has changed {left[0]} before, which a graph "
+                f"does not\n  what to do: let it return; or call the original, inside of `with model.full_parameters():` (model.original)"
+            ) from error
+        raise
     finally:
         step.tape.forget()
         generators.restore(random)

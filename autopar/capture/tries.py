@@ -16,6 +16,7 @@ from autopar.capture.appended import Appended, emptied
 from autopar.capture.applied import keeping_what_runs_again
 from autopar.capture.around import as_not_traced
 from autopar.capture.aside import sparse_buffers_aside
+from autopar.capture.border import Stopped
 from autopar.capture.calls import Inputs, copied
 from autopar.capture.captured import Captured
 from autopar.capture.drawn import drawing
@@ -81,7 +82,10 @@ def capture(
     with sparse_buffers_aside(model), on_meta(model, arguments, any_model=not data) as of, buffers_without_gradients(model):
         how: dict[str, Any] = {"outputs": outputs, "written": written, "trains": trains, "sizes": sizes, "beside": beside}
         how["asked_of"] = given_as(example_inputs)
-        found = with_what_is_imported(lambda: _Tries(model, loss, dtype, varying, how).found(_beside(model, arguments), check))
+        try:
+            found = with_what_is_imported(lambda: _Tries(model, loss, dtype, varying, how).found(_beside(model, arguments), check))
+        except Stopped as error:
+            raise CaptureError(str(error)) from error.__cause__
         return dataclasses.replace(found, tensors={v: of.get(id(t), t) for v, t in found.tensors.items()}) if of else found
 
 
