@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
 from benchmarks._traps import PROGRAMS
@@ -264,3 +265,22 @@ def test_lists_are_made_in_the_dict_that_the_loop_has_put_there() -> None:
     assert guards.changed() is None
     guards.leave({name: torch.tensor(5.0)})
     assert model.stats == {"mean": [5.0]}
+
+
+def _stepped() -> str:
+    """What is said where the gradient of an activation is asked for that a hook has kept."""
+    model, kept = Keeping([]), dict[str, Tensor]()
+    model.layer.register_forward_hook(lambda module, args, output: kept.__setitem__("layer", output))
+    compiled = autopar.compile(model, gpus=2, pins={"dp": 2})
+    loss = compiled(torch.ones(4, 4))
+    try:
+        kept["layer"].retain_grad()
+    except RuntimeError as error:
+        loss.backward()
+        return str(error)
+    return ""
+
+
+def test_gradients_of_what_hooks_keep_are_refused(pair: Any) -> None:
+    for said in pair.run(_stepped):
+        assert "the gradient of an activation is asked for, of which the model computes other tensors" in said

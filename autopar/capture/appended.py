@@ -1,5 +1,5 @@
-"""Lists to which a forward, or a hook on a layer, appends and which no code of a call reads: activations that are looked at after it,
-losses on the way. To a program they are empty before each call; the parallel module appends what a call has put there.
+"""Lists and deques to which a forward, or a hook on a layer, appends and which no code of a call reads: activations that are looked at
+after it, losses on the way. To a program they are empty before each call; the parallel module appends what a call has put there.
 
 Whether a list is read is found out by a call of the model in which something stands in its place to which can be appended, and which tells
 of all else that is asked of it.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import CellType
 from typing import Any, NamedTuple, NoReturn
@@ -86,7 +87,8 @@ def emptied(lists: Sequence[list[Any]], made: Sequence[tuple[Place, list[Any]]])
         for place, value in there:
             place.put(value)
         for items, held in zip(lists, before, strict=True):
-            items[:] = held
+            items.clear()
+            items.extend(held)
 
 
 def appended_between(start: State, first: State, second: State) -> list[Grown]:
@@ -94,13 +96,23 @@ def appended_between(start: State, first: State, second: State) -> list[Grown]:
     before, between = ({id(held.holder): held.items for held in state.held} for state in (start, first))
     found = []
     for held in second.held:
-        if type(held.holder) is not list or id(held.holder) not in before or id(held.holder) not in between:
+        if type(held.holder) not in (list, deque) or id(held.holder) not in before or id(held.holder) not in between:
             continue
-        sizes = [len(items) for items in (before[id(held.holder)], between[id(held.holder)], held.items)]
-        begins = all(a is b for a, b in zip(before[id(held.holder)], held.items)) and sizes[0] < sizes[1]
-        if begins and sizes[1] - sizes[0] == sizes[2] - sizes[1] and (places := _places(second, held.holder)):
-            found.append(Grown(held.holder, places, sizes[1] - sizes[0]))
+        states = before[id(held.holder)], between[id(held.holder)], held.items
+        most = held.holder.maxlen if isinstance(held.holder, deque) else None
+        more = _more(*states[:2], most)
+        if more and more == _more(*states[1:], most) and (places := _places(second, held.holder)):
+            found.append(Grown(held.holder, places, more))
     return [*found, *_made(start, first, second)]
+
+
+def _more(before: tuple[Any, ...], now: tuple[Any, ...], most: int | None) -> int:
+    """How many items were appended; 0 if something else was done. most: of them all, if it is a deque that has room for so many."""
+    more = len(now) - len(before)
+    if most is not None and len(now) == most:  # which left as many out as it had no room for
+        starts = (k for k in range(max(1, more), most + 1) if all(map(operator.is_, before[len(before) + k - most :], now)))
+        return next(starts, 0)
+    return more if more > 0 and all(map(operator.is_, before, now)) else 0
 
 
 def _made(start: State, first: State, second: State) -> Iterator[Grown]:

@@ -209,7 +209,7 @@ def call_twice(
             counts = next((x for some in tried if (x := only_added_to(some, lambda: _called(model, loss, inputs)))), [])
         for count in counts:
             del moved[count.path]
-        grown = appended_between(start, first, second)
+        grown = [one for one in appended_between(start, first, second) if not any(one.items is items for items in appended)]
         if lists := only_appended_to(grown, lambda: _called(model, loss, inputs)):
             raise lists
         paths = frozenset(held.path for held in first.held if any(held.holder is items for items in appended))

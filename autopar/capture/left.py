@@ -251,10 +251,10 @@ class _Comparison:
         stays = [id(value) in before and not self._is_computed(path) for value, path in zip(held.items, paths, strict=True)]
         left = [value if stay else self._left(value, path) for value, path, stay in zip(held.items, paths, stays, strict=True)]
         if not any(map(self._is_written, paths)) and any(value is _KEPT for value in left):
-            if held.path in self._appended:
-                place = next(k for k, value in enumerate(left) if value is _KEPT)
-                self._lost(paths[place], held.items[place])
-            return None
+            if held.path not in self._appended:
+                return None
+            place = next(k for k, value in enumerate(left) if value is _KEPT)
+            self._lost(paths[place], held.items[place])
         return tuple(LeftOut(path) if value is _KEPT else value for value, path in zip(left, paths, strict=True))
 
     def _left(self, value: Any, path: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -433,3 +433,30 @@ def records_that_hooks_leave(compile: Compile) -> Results:
     losses = train(model)
     found = [row.mean for row in rows] + [note.most for note in notes] + _sums([entries["first"].values]) + [model.first.latest.mean]
     return {"losses": losses, "found": found, "shapes": [note.shape for note in notes], "kinds": [type(x).__name__ for x in notes]}
+
+
+class Recent(Net):
+    """Keeps the latest losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent: deque[float] = deque(maxlen=3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.logits(x), y)
+        self.recent.append(loss.item())
+        return loss
+
+
+@program(KIND, plans=MORE)
+def latest_in_a_deque(compile: Compile) -> Results:
+    """Of three and of one, also of a batch of another size when they are full."""
+    model = seeded(Recent)
+    last: deque[Tensor] = deque(maxlen=1)
+    model.first.register_forward_hook(lambda module, args, output: last.append(output.detach()))
+    model = compile(model, example_inputs=batch())
+    optimizer, found, sizes = sgd(model), [], []
+    for given in [*batches(4), batch(5, size=7), batch(6, size=7)]:
+        found += [*train(model, optimizer, inputs=[given]), sum(model.recent) / len(model.recent), *_sums([last[0]])]
+        sizes += [len(model.recent), model.recent.maxlen, len(last), len(last[0])]
+    return {"found": found, "sizes": sizes}
