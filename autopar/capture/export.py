@@ -33,13 +33,13 @@ from autopar.capture.follow import Ask, AtTheBorder, Registries, follow
 from autopar.capture.held import Opaque
 from autopar.capture.hidden import Hidden
 from autopar.capture.infer import states_of_lstms
-from autopar.capture.numbers import Numbers, TracedArray
+from autopar.capture.numbers import Numbers, Standing, TracedArray
 from autopar.capture.source import in_library, module_of, running_frame
 from autopar.capture.state import State
 from autopar.capture.varying import Followed, refuse_kept
 from autopar.capture.varying import Numbers as NumbersGiven
 from autopar.capture.without_data import values
-from autopar.errors import CaptureError, NoLoss, OtherGradients
+from autopar.errors import CaptureError, NoLoss, NumbersChange, OtherGradients
 from autopar.run.outputs import Returned, check_seen, dicts_given, found_in, taken_apart, written_into
 from autopar.run.varying import NONE as NONE_VARIES
 from autopar.run.varying import Varied, as_tensor
@@ -126,7 +126,11 @@ class Step(nn.Module):
             try:
                 border = self.border.looking()
                 with attributes.told(), hidden.watched(), traced_as_kept(), border, varies, as_called((args, kwargs)) as said:
-                    output = model(*args, **kwargs)
+                    try:
+                        output = model(*args, **kwargs)
+                    except Standing as error:
+                        self._may_vary(error, start)
+                        raise
                     left = left_at(leaves, model, loss, start, self.border.numbers)
                     result, own = objective_of(output, loss, outputs, left)
                 others: tuple[torch.Tensor, ...] = ()
@@ -167,6 +171,14 @@ class Step(nn.Module):
             return (result, *others, *left)
 
         self.forward = forward
+
+    def _may_vary(self, error: Standing, start: State) -> None:
+        """NumbersChange if what stands for a number that is made of tensors is left where a number was: as an input of the program, that
+        may be computed with."""
+        with torch._C.DisableTorchFunction():
+            changes = start.changes(State.take(self.model, None, start))
+        if found := [c.path for c in changes if type(c.before) in (int, float) and self.border.numbers.is_standing(c.after)]:
+            raise NumbersChange(f"{_cannot(self.model)}: {error}", found) from error
 
     def _check_leaves(self, returned: Sequence[torch.Tensor]) -> None:
         """CaptureError where one of these is a leaf of the forward's own: by it the caller would differentiate."""

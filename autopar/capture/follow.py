@@ -28,7 +28,7 @@ from autopar.capture.chances import Chances
 from autopar.capture.conditions import Truths, chooses_a_kernel, must_be
 from autopar.capture.kept_numbers import is_only_kept
 from autopar.capture.known import with_known_values
-from autopar.capture.numbers import Numbers
+from autopar.capture.numbers import Numbers, Standing
 from autopar.capture.source import in_library, running_line
 from autopar.capture.varying import in_torch
 from autopar.capture.written_out import WRITTEN_OUT
@@ -150,6 +150,7 @@ def _trained(module: nn.Module) -> frozenset[str]:
 Ask = Callable[[torch.Tensor, bool, str, torch.Tensor | None], torch.Tensor]
 _READS_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _READS_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
+_MAKES_NUMBERS = {torch.Tensor.__float__: float, torch.Tensor.__int__: int}
 _READS_VERSION = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _READS_DATA, _SETS_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -258,8 +259,10 @@ class AtTheBorder(TorchFunctionMode):
             return known[0]
         if func is torch.Tensor.numpy and isinstance(args[0], FakeTensor) and not (args[0].requires_grad or kwargs):
             return self.numbers.array(args[0])
-        if func is torch.Tensor.__float__ and isinstance(args[0], FakeTensor) and is_only_kept(asking(1)):
-            return self.numbers.note(float("nan"), args[0], torch.float64)  # where a call of the model leaves another number
+        if (kind := _MAKES_NUMBERS.get(func)) is not None and isinstance(args[0], FakeTensor) and is_only_kept(asking(1), kind):
+            return self.numbers.stands_for(kind, args[0])  # where a call of the model leaves another number
+        if self.numbers.stand and any(map(self.numbers.is_standing, pytree.tree_leaves((args, kwargs)))):
+            raise Standing("a number that float() or int() has made of a tensor is computed with, which no graph holds: take .item()")
         if func == _READS_DATA and isinstance(args[0], FakeTensor):
             return self._alias(args[0])
         if func == _SETS_DATA and isinstance(args[0], FakeTensor) and _type(args[0]) == _type(args[1]):

@@ -1,5 +1,5 @@
-"""Numbers that code only keeps, or returns, and computes nothing of: `self.accuracy = float(hits.mean())`, `return loss, {"norm":
-float(x.norm())}`."""
+"""Numbers that code only keeps, or returns, and computes nothing else of: `self.accuracy = float(hits.mean())`, `self.hits +=
+int(hits.sum())`, `return loss, {"norm": float(x.norm())}`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from autopar.capture.conditions import is_at, parsed
 
 __all__ = ["is_only_kept"]
 
+_SUMS = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 _FILLS = ("append", "update")  # methods of lists and dicts that take what they are given as it is, and return nothing
 _MADE = "<string>"  # the file of what dataclasses write themselves
 _BETWEEN = ("torch.nn.modules.module", "torch.fx.")
@@ -22,12 +23,12 @@ _CALLER = "autopar.capture.export"  # which calls the model to trace it
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
-def is_only_kept(frame: FrameType) -> bool:
-    """Whether the line that runs in a frame, which makes a number of a tensor by float(), does nothing with it but return it from the
-    model, by itself or in a tuple, list, dict or record, or keep it under an attribute, in a container under one, or at the end of a list:
-    at once, or by way of local variables of which the function does nothing else."""
+def is_only_kept(frame: FrameType, kind: type[int] | type[float]) -> bool:
+    """Whether the line that runs in a frame, which makes a number of a tensor by float() or int(), does nothing with it but return it from
+    the model, by itself or in a tuple, list, dict or record, or keep it, or a sum or product with it, under an attribute, in a container
+    under one, or at the end of a list: at once, or by way of local variables of which the function does nothing else."""
     tree, line = parsed(frame.f_code.co_filename), frame.f_lineno
-    made = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _is_float(n) and is_at(n, line)] if tree else []
+    made = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _is_made_by(kind, n) and is_at(n, line)] if tree else []
     return bool(made) and tree is not None and all(_Ways(tree, frame).are_kept(n) for n in made)
 
 
@@ -48,11 +49,24 @@ class _Ways:
             return all(self._takes(target, seen) for target in parent.targets)
         if isinstance(parent, ast.AnnAssign):
             return self._takes(parent.target, seen)
+        if isinstance(parent, ast.BinOp | ast.AugAssign) and isinstance(parent.op, _SUMS):
+            if isinstance(parent, ast.BinOp):
+                return self._is_put_somewhere(parent)
+            return not isinstance(parent.target, ast.Name) and self._takes(parent.target, seen)
         if isinstance(parent, ast.Call) and value is not parent.func:
             if isinstance(parent.func, ast.Attribute) and parent.func.attr in _FILLS:
                 return self._takes(parent.func.value, seen)
             return self._is_record(parent.func) and self.are_kept(parent, seen)
         return False
+
+    def _is_put_somewhere(self, value: ast.expr) -> bool:
+        """Whether the value of an expression goes to an attribute, or into what is under one, and nowhere else: what is computed of it in
+        one call is of another number."""
+        parent = self._parents[value]
+        if isinstance(parent, ast.BinOp) and isinstance(parent.op, _SUMS):
+            return self._is_put_somewhere(parent)
+        targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target] if isinstance(parent, ast.AugAssign) else []
+        return bool(targets) and all(not isinstance(x, ast.Name) and self._takes(x, frozenset()) for x in targets)
 
     def _takes(self, target: ast.expr, seen: frozenset[str]) -> bool:
         """Whether what is put there, or into what is there, is only kept."""
@@ -130,5 +144,5 @@ def _parents(tree: ast.Module) -> dict[ast.AST, ast.AST]:
     return {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
 
 
-def _is_float(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Name) and call.func.id == "float"
+def _is_made_by(kind: type, call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id == kind.__name__

@@ -15,13 +15,17 @@ from torch import Tensor
 from autopar.run.outputs import MadeOf, Returned
 from autopar.run.varying import as_tensor
 
-__all__ = ["NUMBERS", "Numbers", "TracedArray", "numbers_like"]
+__all__ = ["NUMBERS", "Numbers", "Standing", "TracedArray", "numbers_like"]
 
 NUMBERS = (torch.SymInt, torch.SymFloat)  # of a trace
 _Of = Callable[[Sequence[Any]], Any]  # computes a number of others
 _STEPS: Mapping[str, Callable[[Any, Any], Any]] = {
     "Add": operator.add, "Mul": operator.mul, "FloatTrueDiv": operator.truediv, "IntTrueDiv": operator.truediv
 }  # fmt: skip  (as sympy and torch call them)
+
+
+class Standing(RuntimeError):
+    """What stands for a number that is made of a tensor is computed with."""
 
 
 class TracedArray:
@@ -59,6 +63,7 @@ class Numbers:
     def __init__(self) -> None:
         self._made: dict[int, tuple[object, Tensor]] = {}  # by the number's id
         self._by_symbol: dict[object, Tensor] = {}
+        self.stand = False  # numbers for others: nan, or one that is found in no model
 
     def note(self, number: Any, of: Tensor, dtype: torch.dtype) -> Any:
         """The number, made of a tensor of one element as that is now. (Without `torch.no_grad()`, which what is detached does not need:
@@ -75,9 +80,21 @@ class Numbers:
     def standing(self, number: object) -> int | float:
         """A number to leave in the place of what stands for one."""
         tensor = self._made[id(number)][1]
-        left: int | float = float("nan") if tensor.dtype.is_floating_point else _UNUSUAL + len(self._made)
+        return self._stands(float if tensor.dtype.is_floating_point else int, tensor)
+
+    def stands_for(self, kind: type[int] | type[float], of: Tensor) -> int | float:
+        """A number in the place of one that is made of a tensor of one element as that is now, and only kept."""
+        return self._stands(kind, of.detach().reshape(()).to(torch.float64 if kind is float else torch.int64, copy=True))
+
+    def _stands(self, kind: type[int] | type[float], tensor: Tensor) -> int | float:
+        self.stand = True
+        left: int | float = float("nan") if kind is float else _UNUSUAL + len(self._made)
         self.hold(left, tensor)
         return left
+
+    def is_standing(self, value: object) -> bool:
+        """Whether it may be such a number, or one that is computed of some."""
+        return self.stand and ((type(value) is float and value != value) or (type(value) is int and abs(value) >= _UNUSUAL // 2))
 
     def array(self, of: Tensor) -> TracedArray:
         """Stands for the array that is made of a tensor, and has its memory."""

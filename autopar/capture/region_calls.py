@@ -300,8 +300,9 @@ def _weights_held_by(value: Any, depth: int = 3) -> Iterator[str]:
 
 
 def _contained(module: nn.Module) -> dict[str, Any]:
-    """What its modules hold beside tensors and numbers, by name; of containers what is in them."""
-    attributes = ((within(path, name), x) for path, m in module.named_modules() for name, x in vars(m).items() if name not in TABLES)
+    """What the user's modules in it hold beside tensors and numbers, by name; of containers what is in them."""
+    users = [(path, m) for path, m in module.named_modules() if not type(m).__module__.startswith("autopar.")]
+    attributes = ((within(path, name), x) for path, m in users for name, x in vars(m).items() if name not in TABLES)
     return {name: _copied(x, DEPTH) for name, x in attributes if not isinstance(x, (Tensor, *_PLAIN))}
 
 

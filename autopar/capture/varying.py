@@ -182,7 +182,7 @@ class _Varies:
         tensor = followed.of_tensors.tensor_of(number)
         if tensor is None:
             return NotImplemented
-        value = 1 if isinstance(number, int | torch.SymInt) else 1.0
+        value = 1 if type(number) in (int, torch.SymInt) else 1.0
         return _Varies(followed, value, _unknown, "a number made of a tensor", lambda: tensor, known=False)
 
     @property  # type: ignore[misc]
@@ -214,8 +214,10 @@ class _Varies:
             if step == "truediv" and not reflected:  # as torch divides a number by a tensor
                 return _TENSORS["mul"](other.reciprocal(), self)
             return _TENSORS[step](*operands)
-        if isinstance(other, torch.SymInt | torch.SymFloat):
+        if self._is_of_tensors(other):
             other = _Varies.of_tensor(self.followed, other)
+            if other is NotImplemented:
+                _unknown(())
         if type(other) not in (int, float, bool, _Varies):
             return NotImplemented
         operands = (other, self) if reflected else (self, other)
@@ -259,7 +261,7 @@ class _Varies:
         if isinstance(other, Tensor):
             return getattr(torch, name)(other, self) if name in ("eq", "ne") else getattr(torch, _MIRRORED[name])(other, self)
         function = getattr(operator, name)
-        if isinstance(other, torch.SymInt | torch.SymFloat) or not self.known:
+        if self._is_of_tensors(other) or not self.known:
             _unknown(())
         if type(other) is not _Varies:
             if type(other) not in (int, float, bool):
@@ -267,6 +269,9 @@ class _Varies:
             return self.now(f"{self.text} {_COMPARISONS[name]} {other!r}", lambda x: function(x, other))
         text = f"{self.text} {_COMPARISONS[name]} {other.text}"
         return self.followed.told(text, lambda values: function(self.of(values), other.of(values)))
+
+    def _is_of_tensors(self, other: Any) -> bool:
+        return isinstance(other, torch.SymInt | torch.SymFloat) or self.followed.of_tensors.is_standing(other)
 
     def __getattr__(self, name: str) -> Any:
         if not hasattr(type(self.value), name):
