@@ -284,3 +284,43 @@ def _stepped() -> str:
 def test_gradients_of_what_hooks_keep_are_refused(pair: Any) -> None:
     for said in pair.run(_stepped):
         assert "the gradient of an activation is asked for, of which the model computes other tensors" in said
+
+
+class Summed(nn.Module):
+    """What a test computes of its loss, with an attribute."""
+
+    def __init__(self, fn: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.fn, self.total = nn.Linear(4, 4), fn, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(self, self.layer(x).square().mean())
+
+
+def _adds(m: Any, loss: Tensor) -> Tensor:
+    m.total += float(loss.detach())
+    return loss
+
+
+def _weighs(m: Any, loss: Tensor) -> Tensor:
+    m.total = 0.5 * m.total + float(loss.detach())
+    return loss / m.total
+
+
+def _weighs_by_this_one(m: Any, loss: Tensor) -> Tensor:
+    m.total = 2 * float(loss.detach())
+    return loss / m.total
+
+
+@pytest.mark.parametrize("fn", [_adds, _weighs])
+def test_numbers_made_by_float_are_inputs_and_outputs(fn: Callable[[Any, Tensor], Tensor]) -> None:
+    model, x = Summed(fn), torch.randn(6, 4)
+    guards = capture(model, (x,)).guards
+    assert guards is not None and guards.place("total") is not None and [x.name for x in guards.varied.leaves] == ["total"]
+    assert model.total == 1.0
+
+
+@pytest.mark.parametrize("lies", ["cpu", "meta"])
+def test_what_stands_for_a_number_is_no_constant(lies: str) -> None:
+    with pytest.raises(CaptureError, match="a number that float|decides what runs"):
+        capture(Summed(_weighs_by_this_one).to(lies), (torch.randn(6, 4, device=lies),))

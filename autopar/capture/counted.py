@@ -14,6 +14,7 @@ import numpy
 
 from autopar.capture.export import FAILURES
 from autopar.capture.held import ABSENT, Place, places
+from autopar.capture.numbers import may_stand
 from autopar.capture.state import Change, State
 from autopar.run.outputs import found_in
 
@@ -80,7 +81,7 @@ for _name, _what in {**vars(int), **vars(float)}.items():
 
 def counts_between(start: State, first: State, second: State, traced: Sequence[Change]) -> list[Count]:
     """The numbers that both calls, between three states, and the trace of a call change; whole ones by the same."""
-    in_trace = {c.path: _grown(c.before, c.after) for c in traced}
+    in_trace = {c.path: None if may_stand(c.after) else _grown(c.before, c.after) for c in traced}
     found = []
     for count in _numbers(second):
         before, between, after = (state.leaves.get(count.path, ABSENT) for state in (start, first, second))

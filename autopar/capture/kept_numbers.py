@@ -51,7 +51,9 @@ class _Ways:
             return self._takes(parent.target, seen)
         if isinstance(parent, ast.BinOp | ast.AugAssign) and isinstance(parent.op, _SUMS):
             if isinstance(parent, ast.BinOp):
-                return self._is_put_somewhere(parent)
+                other = parent.left if value is parent.right else parent.right
+                with_another = any(isinstance(n, ast.Attribute | ast.Subscript) for n in ast.walk(other))  # as a running number is
+                return with_another and self._is_put_somewhere(parent)
             return not isinstance(parent.target, ast.Name) and self._takes(parent.target, seen)
         if isinstance(parent, ast.Call) and value is not parent.func:
             if isinstance(parent.func, ast.Attribute) and parent.func.attr in _FILLS:

@@ -19,7 +19,7 @@ import torch
 
 from autopar.capture.counted import Count
 from autopar.capture.held import ABSENT, Held, Opaque, Place, child, is_plain, places, put_back, same
-from autopar.capture.numbers import TracedArray
+from autopar.capture.numbers import TracedArray, may_stand
 from autopar.capture.reach import is_foreign, loaded_in
 from autopar.capture.state import Change, State
 from autopar.capture.walk import TABLES, WATCHED_HOOKS
@@ -321,7 +321,7 @@ class _Comparison:
     def _is_computed(self, path: str) -> bool:
         """Whether a call leaves a number there that it has computed from values, whatever that was before."""
         left = self._traced.get(path)
-        if path in self._numbers:
+        if path in self._numbers or may_stand(left):
             return is_plain(self._first.leaves.get(path, ABSENT))
         return isinstance(left, Opaque) and isinstance(left.value, _COMPUTED) and is_plain(self._first.leaves.get(path, ABSENT))
 

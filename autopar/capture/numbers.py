@@ -15,7 +15,7 @@ from torch import Tensor
 from autopar.run.outputs import MadeOf, Returned
 from autopar.run.varying import as_tensor
 
-__all__ = ["NUMBERS", "Numbers", "Standing", "TracedArray", "numbers_like"]
+__all__ = ["NUMBERS", "Numbers", "Standing", "TracedArray", "may_stand", "numbers_like"]
 
 NUMBERS = (torch.SymInt, torch.SymFloat)  # of a trace
 _Of = Callable[[Sequence[Any]], Any]  # computes a number of others
@@ -57,6 +57,11 @@ for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__rep
 _UNUSUAL = 2**62  # from here on, whole numbers are found in no model
 
 
+def may_stand(value: object) -> bool:
+    """Whether a number may be one that a trace has put in the place of another."""
+    return (type(value) is float and value != value) or (type(value) is int and abs(value) >= _UNUSUAL // 2)
+
+
 class Numbers:
     """Those of one trace."""
 
@@ -94,7 +99,7 @@ class Numbers:
 
     def is_standing(self, value: object) -> bool:
         """Whether it may be such a number, or one that is computed of some."""
-        return self.stand and ((type(value) is float and value != value) or (type(value) is int and abs(value) >= _UNUSUAL // 2))
+        return self.stand and may_stand(value)
 
     def array(self, of: Tensor) -> TracedArray:
         """Stands for the array that is made of a tensor, and has its memory."""

@@ -341,6 +341,7 @@ class Metered(Net):
     def __init__(self) -> None:
         super().__init__()
         self.hits, self.running, self.meter, self.figures = 0, 1.0, Meter(), {"loss": 0.0}
+        self.right, self.decayed = 0, 0.0
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         logits = self.logits(x)
@@ -349,6 +350,8 @@ class Metered(Net):
         self.running = 0.9 * self.running + 0.1 * loss.item()
         self.meter.update(loss.item(), len(x))
         self.figures["loss"] += loss.item()
+        self.right += int((logits.argmax(1) == y).sum())
+        self.decayed = 0.5 * self.decayed + float(loss.detach())
         return loss / self.running
 
 
@@ -359,7 +362,7 @@ def running_numbers_of_the_forward(compile: Compile) -> Results:
     optimizer, found = sgd(model), []
     for step, given in enumerate([*batches(4), batch(5, size=7)]):
         found += train(model, optimizer, inputs=[given])
-        found += [model.hits, model.running, model.meter.mean, model.figures["loss"]]
+        found += [model.hits, model.running, model.meter.mean, model.figures["loss"], model.right, model.decayed]
         if step == 1:
             model.hits, model.figures["loss"] = 0, 0.0
     return {"found": found, "kinds": [type(model.hits).__name__, type(model.running).__name__], "state": state(model)}
