@@ -211,7 +211,6 @@ REFUSED: dict[Callable[..., Tensor], str] = {
     parameter_data_assigned: r"changes a parameter in place: linear\.weight",
     frozen_in_the_forward: r"requires_grad of the parameter linear\.bias",
     seed_set: "sets the seed",
-    tensors_for_someone_else(): r"kept, which .* closes over\['h'\]",
     input_written: "writes to its input x",
     input_written_through_a_view: "writes to its input x",
     input_turned: "what to do",
@@ -232,6 +231,14 @@ def test_other_state_is_refused(fn: Callable[..., Tensor], device: str) -> None:
     assert equal(before, snapshot(model)) and SCALE == 1.0
     assert random.getstate() == drawn
     assert not any(isinstance(t, torch._subclasses.FakeTensor) for t in (*model.buffers(), *model.parameters()))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_for_someone_else_are_outputs_beside_the_loss(device: str) -> None:
+    model, inputs = build(tensors_for_someone_else(), device)
+    found = capture(model, inputs)
+    assert found.guards is not None and found.returned is None and len(found.program.outputs) == 1
+    assert found.guards.place("kept, which tensors_for_someone_else.keeps closes over['h']") == found.program.outputs[0]
 
 
 NUMBERS = {number: "count", dict_entry: "table['a']", global_number: "SCALE of", counting_closure(): "calls, which"}
