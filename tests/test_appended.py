@@ -308,11 +308,17 @@ def _weighs(m: Any, loss: Tensor) -> Tensor:
 
 
 def _weighs_by_this_one(m: Any, loss: Tensor) -> Tensor:
-    m.total = 2 * float(loss.detach())
+    m.total = float(loss.detach())
     return loss / m.total
 
 
-@pytest.mark.parametrize("fn", [_adds, _weighs])
+def _weighs_the_next(m: Any, loss: Tensor) -> Tensor:
+    weighed = loss * m.total
+    m.total = float(loss.detach())
+    return weighed
+
+
+@pytest.mark.parametrize("fn", [_adds, _weighs, _weighs_the_next])
 def test_numbers_made_by_float_are_inputs_and_outputs(fn: Callable[[Any, Tensor], Tensor]) -> None:
     model, x = Summed(fn), torch.randn(6, 4)
     guards = capture(model, (x,)).guards

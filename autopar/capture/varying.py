@@ -117,7 +117,7 @@ class Followed:
             now = place.now()
             if type(now) is _Varies and not now.known:
                 place.put(self.of_tensors.standing(now))
-            elif type(now) in (_Varies, int, float):
+            elif type(now) in (_Varies, int, float) and not self.of_tensors.is_standing(now):
                 value, of = (now.value, now.of) if type(now) is _Varies else (now, lambda _, now=now: now)
                 place.put(value)
                 if now is not stand:
