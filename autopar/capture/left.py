@@ -100,7 +100,6 @@ class Left:
         for count in self._counts:
             count.add()
 
-
     def _where_it_is(self, owner: Place) -> Place:
         """The same place in the dict that stands now where the one did in which it was."""
         above = self._owners.get(id(owner.held.holder))

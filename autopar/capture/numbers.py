@@ -104,7 +104,7 @@ class Numbers:
     def array(self, of: Tensor) -> TracedArray:
         """Stands for the array that is made of a tensor, and has its memory."""
         array = TracedArray()
-        self._made[id(array)] = array, of.detach()
+        self.hold(array, of.detach())
         return array
 
     def made_of(self, number: object) -> MadeOf | None:

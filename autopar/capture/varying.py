@@ -209,18 +209,17 @@ class _Varies:
         return self.followed.told(text or self.text, lambda values: function(self.of(values)))
 
     def combined(self, step: str, other: Any, *, reflected: bool = False) -> Any:
+        if self._is_of_tensors(other):
+            other = _Varies.of_tensor(self.followed, other)
+            if other is NotImplemented:
+                _unknown(())
         operands = (other, self) if reflected else (self, other)
         if isinstance(other, Tensor):
             if step == "truediv" and not reflected:  # as torch divides a number by a tensor
                 return _TENSORS["mul"](other.reciprocal(), self)
             return _TENSORS[step](*operands)
-        if self._is_of_tensors(other):
-            other = _Varies.of_tensor(self.followed, other)
-            if other is NotImplemented:
-                _unknown(())
         if type(other) not in (int, float, bool, _Varies):
             return NotImplemented
-        operands = (other, self) if reflected else (self, other)
         function = _STEPS[step]
         values: list[Any] = [x.value if type(x) is _Varies else x for x in operands]
         first, second = ((x.of if type(x) is _Varies else lambda _, x=x: x) for x in operands)

@@ -319,7 +319,7 @@ class ParallelModule(AsOriginal):
     ) -> Mapping[str, Tensor]:  # fmt: skip
         """Collective. The outputs of a call beside its loss, by name."""
         values = form.outputs.collected(made)
-        if remembered is None or twice is None:
+        if not values or remembered is None or twice is None:
             return values
         trained = functools.partial(self._wanted.is_trained, kind_of(call), form)
         return rest.of_outputs_beside(values, Twice(remembered, beside=True, before=before), trained)
