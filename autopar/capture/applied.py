@@ -6,7 +6,7 @@ import contextlib
 import dis
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from types import CodeType
 from typing import Any
@@ -14,13 +14,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as of_modules
+from torch.utils.hooks import BackwardHook
 
 from autopar.run import applies
 from autopar.run.alone import written
 from autopar.run.applies import Apply, Function
 from autopar.run.region_modules import AsAutograd
 
-__all__ = ["Function", "Kept", "applied_by", "hooks_told", "keeping_what_runs_again", "only_computes", "traced_as_kept"]
+__all__ = [
+    "Function", "Kept", "applied_by", "backward_hooks_made_by", "backward_hooks_told", "hooks_told", "keeping_what_runs_again",
+    "only_computes", "traced_as_kept",
+]  # fmt: skip
 
 Calls = Callable[[Function, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -112,6 +117,46 @@ def hooks_told(tell: Callable[[Tensor, Callable[..., Any]], None]) -> Iterator[N
         yield
     finally:
         Tensor.register_hook = register  # type: ignore[method-assign]
+
+
+class _Passed:
+    """In the place of torch's BackwardHook: nothing around a call of a module."""
+
+    def setup_input_hook(self, args: Any) -> Any:
+        return args
+
+    def setup_output_hook(self, result: Any) -> Any:
+        return result
+
+
+@contextlib.contextmanager
+def backward_hooks_made_by(make: Callable[[nn.Module, Sequence[Any], Sequence[Any], Callable[[], Any]], Any]) -> Iterator[None]:
+    """Inside, `make` is given each module with full backward hooks that is called, these, and its pre-hooks, and what gives what would be
+    made otherwise; it gives what has the methods of torch's BackwardHook, or None for nothing. (There is no public way to see them.)"""
+    torchs: Any = of_modules
+    before = torchs.BackwardHook
+
+    def made(module: nn.Module, hooks: Sequence[Any], pre_hooks: Sequence[Any]) -> Any:
+        otherwise = _Passed if before is BackwardHook else functools.partial(before, module, hooks, pre_hooks)
+        return make(module, hooks, pre_hooks, otherwise) or _Passed()
+
+    torchs.BackwardHook = made
+    try:
+        yield
+    finally:
+        torchs.BackwardHook = before
+
+
+@contextlib.contextmanager
+def backward_hooks_told(tell: Callable[[nn.Module, Sequence[Any]], None]) -> Iterator[None]:
+    """Inside, `tell` is given each module with full backward hooks that is called, and these; torch makes nothing of them."""
+
+    def make(module: nn.Module, hooks: Sequence[Any], before: Sequence[Any], otherwise: Callable[[], Any]) -> Any:
+        tell(module, (*before, *hooks))
+        return otherwise()
+
+    with backward_hooks_made_by(make):
+        yield
 
 
 _WRITES = ("__i", "__set", "__del", "set_", "save", "seed", "manual_seed", "backward", "register", "retain", "distributed", "futures")

@@ -184,7 +184,7 @@ def observed(
         return call_twice(
             model, loss, inputs, start, trainable, traced=found.changes, compare=True, outputs=outputs, frozen=frozen, scales=scales,
             answers=found.answers, leaves=leaves, appended=appended, numbers=found.numbers, arrays=found.arrays,
-            reseed=reseed, returned=found.returned, varied=found.varied, varying=varying,
+            reseed=reseed, returned=found.returned, varied=found.varied, varying=varying, hooked=bool(found.hooks),
         )  # fmt: skip
     if not found.changes:
         return None

@@ -72,7 +72,7 @@ class Calls:
     and none reads before that. counted: numbers to which each call adds, lists to which it appends, and numbers that it makes of tensors,
     which none reads. left: what a call leaves of all these. set_back: the buffers that were given their first values again before the
     second call, so that it was answered as the first was (numbers are, too). made: those of `settled` that are buffers of the state_dict,
-    by name. said: what each prints and logs."""
+    by name. said: what each prints and logs. by_hooks: where hooks leave something in backward, which no call reads."""
 
     calls: tuple[Call, ...]
     settled: tuple[Change, ...]
@@ -82,6 +82,7 @@ class Calls:
     set_back: frozenset[str] = frozenset()
     made: Mapping[str, torch.Tensor] = field(default_factory=dict)
     said: tuple[Sequence[Said], ...] = ((), ())
+    by_hooks: frozenset[str] = frozenset()
 
 
 def copied(inputs: Inputs) -> Inputs:
@@ -134,7 +135,7 @@ def call_twice(
     *, traced: tuple[Change, ...] = (), reseed: bool = True, compare: bool = False, outputs: bool = False,
     frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (), answers: Answers = NONE,
     leaves: Sequence[str] = (), appended: Sequence[list[Any]] = (), numbers: Collection[str] = (), arrays: Collection[str] = (),
-    returned: Returned | None = None, varied: Varied = NONE_VARIES, varying: Numbers | None = None,
+    returned: Returned | None = None, varied: Varied = NONE_VARIES, varying: Numbers | None = None, hooked: bool = False,
 ) -> Calls:  # fmt: skip
     """Calls the model twice, and leaves everything as it was. start: a State of it now. traced: what the trace of a call changed. compare:
     gradients are taken, of `parameters` and of the inputs that require one. outputs: what else the model returns is kept too. reseed:
@@ -143,7 +144,7 @@ def call_twice(
     the model's state: the second call is told the same. leaves: places of which the tensors that a call leaves there are outputs too.
     appended: lists to which each call appends, and which are empty before. numbers: the places at which the trace left a number that is
     made of a tensor, or an array; arrays: those of arrays. returned: what the trace returned. varied: the numbers that were inputs of the
-    trace; varying: gives them.
+    trace; varying: gives them. hooked: hooks run in backward, as they do in the program: what they leave is in none of the states.
 
     Raises Appended for other such lists, CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its
     inputs or to other parameters.
@@ -151,7 +152,7 @@ def call_twice(
     frozen = frozen or {}
     calls, states, writes, into, said = list[Call](), [start], [_writes(model)], list[frozenset[str]](), list[Sequence[Said]]()
     first_values = _copies(_held(model, frozen, answers.names))
-    set_back = frozenset[str]()
+    set_back, by_hooks = frozenset[str](), frozenset[str]()
     moved_before = {name: p for name, p in model.named_parameters() if name in answers.written_names}
     with _as_before(model, start, (*frozen.values(), *moved_before.values())):
         for number in (0, 1):
@@ -179,7 +180,11 @@ def call_twice(
                     output = model(*given[0], **given[1])
                     left_there = left_at(leaves, model, loss, start)
                     result, own = objective_of(output, loss, outputs, left_there)
-                found = gradients_of(result, wanted)
+                if hooked:
+                    states.append(State.take(model, loss, start))
+                with _plain_as_before(states[-1]) if hooked else contextlib.nullcontext():
+                    found = gradients_of(result, wanted)
+                    by_hooks |= states[-1].grown_in(State.take(model, loss, start)) if hooked else frozenset()
             _check_inputs(given, before, written_into(output, dicts) if outputs else None)
             _check_parameters(model, versions, {*frozen, *moved_before})
             buffers = _copies({**dict(model.named_buffers(remove_duplicate=False)), **frozen})
@@ -191,9 +196,12 @@ def call_twice(
                 numbers=now,
             )  # fmt: skip
             calls.append(call)
-            states.append(State.take(model, loss, start))
+            if not hooked:
+                states.append(State.take(model, loss, start))
             writes.append(_writes(model))
             into.append(moving.names() if isinstance(moving, _Writes) else frozenset())
+        if by_hooks:
+            _refuse_read(model, loss, inputs, start, calls[1], parameters, by_hooks, reseed=reseed)
         read = {path for path, t in made.items() if watch.has_read(t)} if isinstance(watch, _Reads) else set()
         _, first, second = states
         moved = {c.path: c for c in first.changes(second)}
@@ -238,8 +246,29 @@ def call_twice(
     return Calls(
         calls=tuple(calls), settled=settled, written=written, left=left,
         counted=(*(c.path for c in counts), *paths, *made_of_tensors, *(x.place.path for x in varied.leaves if x.place is not None)),
-        set_back=set_back, made=made_here, said=tuple(said),
+        set_back=set_back, made=made_here, said=tuple(said), by_hooks=by_hooks,
     )  # fmt: skip
+
+
+def _refuse_read(
+    model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, second: Call,
+    parameters: tuple[torch.Tensor, ...], by_hooks: Collection[str], *, reseed: bool,
+) -> None:  # fmt: skip
+    """CaptureError if a second call computes otherwise after a backward that has left what hooks leave. second: a call after one that did
+    not."""
+    with _as_before(model, start):
+        for number in (0, 1):
+            given = copied(inputs)
+            with _own_errors(model, number), torch.enable_grad(), from_seed(number, outside=reseed), as_called(given):
+                result, _ = objective_of(model(*given[0], **given[1]), loss, None)
+                found = gradients_of(result, (*parameters, *differentiated(given)))
+    expected = (second.loss, *second.gradients, *second.of_inputs)
+    pairs = zip((result.detach(), *found), expected, strict=True)
+    if not all((a is None and b is None) or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs):
+        raise CaptureError(
+            f"what hooks of {type(model).__name__} leave in backward ({', '.join(sorted(by_hooks)[:3])}) is read by the next call, or by "
+            f"these hooks for its gradients\n  what to do: let the loop read it, and give it to the call"
+        )
 
 
 def _moved_as_traced(
@@ -485,14 +514,24 @@ def _as_before(model: nn.Module, start: State, params: Iterable[torch.Tensor] = 
     which the forward may write. Parameters of a parallel module, to which a hook of the loop may lead, are none that it writes to: to
     compare one all ranks would have to gather it."""
     buffers = [(b, b.detach().clone()) for b in (*model.buffers(), *params)]
+    try:
+        with _plain_as_before(start):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:  # all of them: batch norm writes without raising their versions
+                buffer.detach().copy_(value)
+
+
+@contextlib.contextmanager
+def _plain_as_before(start: State) -> Iterator[None]:
+    """All that the State shows is as before afterwards; parameters and buffers are as they are."""
     others = [(t, t._version, t.detach().clone()) for t in start.tensors.values() if not (t.is_inference() or is_part(t))]
     try:
         yield
     finally:
         start.restore()
         with torch.no_grad():
-            for buffer, value in buffers:  # all of them: batch norm writes without raising their versions
-                buffer.detach().copy_(value)
             for tensor, version, value in others:
                 if tensor._version != version or (tensor.layout == torch.strided and not tensor.is_meta and not tensor.equal(value)):
                     tensor.detach().copy_(value)

@@ -25,7 +25,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 
 from autopar.capture.answers import Answers, Leaf, Tape, given_by
-from autopar.capture.applied import Function, applied_by, hooks_told, traced_as_kept
+from autopar.capture.applied import Function, applied_by, backward_hooks_told, hooks_told, traced_as_kept
 from autopar.capture.around import as_called
 from autopar.capture.attributes import Attributes
 from autopar.capture.cumulative import weighed_by_tensors
@@ -40,6 +40,7 @@ from autopar.capture.varying import Followed, refuse_kept
 from autopar.capture.varying import Numbers as NumbersGiven
 from autopar.capture.without_data import values
 from autopar.errors import CaptureError, NoLoss, NumbersChange, OtherGradients
+from autopar.run.hooks import of_all_modules
 from autopar.run.outputs import Returned, check_seen, dicts_given, found_in, taken_apart, written_into
 from autopar.run.varying import NONE as NONE_VARIES
 from autopar.run.varying import Varied, as_tensor
@@ -391,7 +392,9 @@ def as_exported() -> Iterator[None]:
 
 def _refuse_hooks(model: nn.Module) -> None:
     hooked = [name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
-    hooked += [name or "the model" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+    hooked += [name or "the model" for name, m in model.named_modules() if m._backward_hooks and not m._is_full_backward_hook]
+    of_all = of_all_modules()
+    hooked += ["all modules"] if of_all["_backward_hooks"] or of_all["_backward_pre_hooks"] else []
     if hooked:
         raise CaptureError(
             f"{type(model).__name__} has gradient hooks on {', '.join(hooked[:5])}, which a captured graph does not run\n  what to do: "
@@ -409,7 +412,10 @@ def own_gradients() -> Iterator[list[str]]:
         used.append(cls.__qualname__)
         return apply(*args, **kwargs)
 
-    with applied_by(noted), hooks_told(lambda _, hook: used.append(f"{HOOK}{getattr(hook, '__qualname__', hook)}")):
+    def told(of: object, *hooks: Any) -> None:
+        used.extend(f"{HOOK}{getattr(hook, '__qualname__', hook)}" for hook in hooks)
+
+    with applied_by(noted), hooks_told(told), backward_hooks_told(lambda of, hooks: told(of, *hooks)):
         yield used
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar import generators
-from autopar.capture.applied import Function, Kept, applied_by, hooks_told
+from autopar.capture.applied import Function, Kept, applied_by, backward_hooks_told, hooks_told
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, copied, left_as_it_was
 from autopar.capture.export import FAILURES, as_exported, objective_of
@@ -38,7 +38,7 @@ MOST = 4  # calls of a function that are tried
 class OwnGradients:
     """modules: the outermost submodules that have hooks on activations or ask for gradients, and a line of each that does ('file.py:12: the
     code'). functions: the autograd functions that are called outside of these. whole: a line outside of any submodule that asks for
-    gradients; else ''. remedy: for the user's error then. hooks: such code has hooks on activations."""
+    gradients; else ''. remedy: for the user's error then. hooks: such code has hooks on activations, or modules have backward hooks."""
 
     modules: Mapping[str, str] = field(default_factory=dict)
     functions: frozenset[Function] = frozenset()
@@ -67,7 +67,8 @@ def own_gradients(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs
         return apply(*args, **kwargs)
 
     with left_as_it_was(model, loss), torch.enable_grad(), generators.kept(), as_called(inputs):
-        with without_values(model, inputs), _asked_by(note), hooks_told(hooked), applied_by(noted):
+        around = backward_hooks_told(lambda module, _: hooks.update({paths.get(id(module), ""): running_line()}))
+        with without_values(model, inputs), _asked_by(note), hooks_told(hooked), around, applied_by(noted):
             objective_of(model(*inputs[0], **inputs[1]), loss, None)
     if line := found.get("", ""):
         name = type(model).__name__

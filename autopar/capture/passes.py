@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -18,7 +19,7 @@ from autopar.capture.around import capturing, check_told, said_otherwise
 from autopar.capture.assembled import program_of, with_flows
 from autopar.capture.autocast import with_casts
 from autopar.capture.border import TracedCall, check_border, observed
-from autopar.capture.calls import Calls, Inputs, apart, copied, refuse_changing
+from autopar.capture.calls import Calls, Inputs, apart, copied, left_as_it_was, refuse_changing
 from autopar.capture.captured import Captured
 from autopar.capture.casts import cast_before_use
 from autopar.capture.causal import with_known_masks
@@ -144,7 +145,8 @@ def captured_by(
         left = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None, again=again)
         refuse_left(dict[str, Any](trace.tensors).values(), left)
         if trainable is not None and calls is not None:
-            _compare(passed, calls, copied(given), dtype=dtype, answers=found.answers, returned=returned)
+            with left_as_it_was(model, loss) if found.hooks else contextlib.nullcontext():
+                _compare(passed, calls, copied(given), dtype=dtype, answers=found.answers, returned=returned)
             if beside is not None:
                 _compare_other(beside(Arguments(args, kwargs)), passed, calls, copied(given), dtype)
         elif real or found.hooks or as_written is not None:
@@ -155,7 +157,7 @@ def captured_by(
     guards.set_modes(found.modes)
     guards.vary(found.varied)
     if calls is not None:
-        guards.follow((*left, *calls.counted), calls.settled, calls.left)
+        guards.follow((*left, *calls.counted, *calls.by_hooks), calls.settled, calls.left)
         guards.said(sayings_of(program, found.shows, calls.said))
     guards.answered(found.answers)
     ours = trace.returned[len(trace.returned) - len(places) :] if places else ()

@@ -32,7 +32,7 @@ from autopar.capture.terms import as_terms
 from autopar.capture.walk import TABLES
 from autopar.run import outside_draws
 from autopar.run.autocast import ambient
-from autopar.run.hooks import of_all_modules, of_calls
+from autopar.run.hooks import of_all_modules, of_calls, of_gradients
 from autopar.run.inputs import not_dense
 from autopar.run.region import Place, Region, within
 from autopar.run.region_modules import Applied, Drawn, Terms
@@ -153,7 +153,7 @@ def observed(
     outside = Outside({storage: name for storage, name in of.names.items() if storage not in known})
     kept = torch.autograd.graph.saved_tensors_hooks(pack, of.keeps.unpack)
     own_backward: list[object] = [module] if isinstance(module, Applied) else []
-    hooks: list[Callable[..., Any]] = []
+    hooks: list[Callable[..., Any]] = [hook for path, m in module.named_modules() if path for hook in of_gradients(m)]
 
     handed = list(_weights_held_by((args, kwargs))) if isinstance(module, Applied | Drawn) else []
 

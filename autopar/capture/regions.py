@@ -27,6 +27,7 @@ from autopar.capture.drawn import Drawing, as_returned, drawing, functions_repla
 from autopar.capture.export import FAILURES, objective_of
 from autopar.capture.follow import storage_of
 from autopar.capture.hooked import IN_A_PART, Call, hooked
+from autopar.capture.module_hooks import Around, calls_noted, calls_traced
 from autopar.capture.own_gradients import OwnGradients, below, innermost, without_values
 from autopar.capture.reach import is_foreign
 from autopar.capture.region_calls import Pass, ReadsValues, observed
@@ -86,6 +87,7 @@ class Regions:
         self.functions: frozenset[Function] = frozenset()  # autograd functions whose calls are regions
         self.drawing: frozenset[FunctionType] = frozenset()  # functions that draw, whose calls are regions
         self.hooks: list[Call] = []  # on activations, of the model's own forward, in order
+        self.around: dict[str, list[Around]] = {}  # of calls of modules with backward hooks, by path
         self.tried = 0
         self.refused: dict[str, str] = {}  # path -> why it cannot be a region
         self._trials: dict[Hashable, Any] = {}
@@ -191,7 +193,7 @@ class Regions:
         return bool(failed) and self.include_drawn(dataclasses.replace(found, modules={}))
 
     def _keep_hooks(self) -> None:
-        """Keep the hooks on activations that the model's own forward registers."""
+        """Keep the hooks on activations that the model's own forward registers, and the backward hooks of modules."""
 
         looking = False  # what registers it while it is tried
 
@@ -204,7 +206,8 @@ class Regions:
                 looking = False
 
         held: list[tuple[Callable[..., Any], list[int], str]] = []
-        self._call_model(hooks_told(noted))
+        with calls_noted(self._paths, self._names, self.around):
+            self._call_model(hooks_told(noted))
         for hook, closed, line in held:
             if [*map(id, closed_tensors(hook))] != closed:
                 raise CaptureError(f"a hook on an activation reads what is assigned after it is registered\n  at {line}{IN_A_PART}")
@@ -381,8 +384,10 @@ class Regions:
         TRACED.clear()
         TRACED.update({f"{path}@{k}": call for path, calls in self.calls.items() for k, call in enumerate(calls)})
         TRACED.update({f"hook_{k}@0": call for k, call in enumerate(self.hooks)})
+        TRACED.update({f"{c.region.path}@{k}": c for found in self.around.values() for k, around in enumerate(found) for c in around})
+        around = calls_traced(self._paths, self.around)
         try:
-            with forwards_replaced(modules, self.model), applied_by(applied), functions, hooks_told(registered):
+            with forwards_replaced(modules, self.model), applied_by(applied), functions, hooks_told(registered), around:
                 yield seen
         finally:
             torch.distributions.Distribution.set_default_validate_args(validated)

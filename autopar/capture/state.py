@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -116,6 +117,16 @@ class State:
         found += [Change(path, ABSENT, after) for path, after in later.leaves.items() if path not in self.leaves]
         some = tuple({*self.kept} ^ {*later.kept})  # a result that is kept now, or is no more: the function gives it where it is asked
         return [change for change in found if not change.path.startswith(some)] if some else found
+
+    def grown_in(self, later: State) -> frozenset[str]:
+        """Where a later state differs: of what is in a list, or in a container that is new, that container."""
+        known = {held.path for held in self.held}
+        grown = [held.path for held in later.held if isinstance(held.holder, list | deque) or held.path not in known]
+        found = set()
+        for path in (change.path for change in self.changes(later)):
+            around = [outer for outer in grown if outer and path.startswith((f"{outer}[", f"{outer}."))]
+            found.add(min(around, key=len, default=path))
+        return frozenset(found)
 
     def with_kept(self, later: State) -> State:
         """The same with the results that functions have kept since."""

@@ -123,19 +123,19 @@ class _Tries:
                 own = own_gradients(model, loss, copied(inputs_in(dtype, example)))
             if not (own.modules or own.functions or own.hooks or own.whole):
                 raise
-            return self._once(example, most=most, as_written=own)
+            return self._with_what_is_left(example, most, as_written=own)
         except DrawsOutside as error:
             try:
                 with computing_in(dtype, model):
                     drawn = drawing(model, loss, inputs_in(dtype, example))
-                return self._once(example, most=most, drawn=drawn)
+                return self._with_what_is_left(example, most, drawn=drawn)
             except (CaptureError, *FAILURES) as other:  # of the model too, which may be too large
                 raise DrawsOutside(f"{error}{other}" if isinstance(other, NotAsWritten) else str(error)) from other
 
-    def _with_what_is_left(self, example: Inputs, most: float) -> Captured:
+    def _with_what_is_left(self, example: Inputs, most: float, **more: Any) -> Captured:
         """The program gives the tensors that a call leaves, if it can."""
-        found = self._once(example, most=most)
-        return self._once(example, most=most, places=found.given) if found.given else found
+        found = self._once(example, most=most, **more)
+        return self._once(example, most=most, places=found.given, **more) if found.given else found
 
     def _once(self, example: Inputs, **more: Any) -> Captured:
         """With the numbers that change, the lists that are appended to and the buffers that a call makes, as they are found."""

@@ -1,0 +1,197 @@
+"""Full backward hooks of modules: torch puts an autograd function around what a module is given and around what it returns. Here these are
+two regions, of which the first gives the second what leads back (`autopar.run.backward_hooks`). The adapter to torch's own of this."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar import generators
+from autopar.capture.applied import backward_hooks_made_by
+from autopar.capture.export import FAILURES
+from autopar.capture.hooked import Call, Outside
+from autopar.capture.source import first_line
+from autopar.errors import CaptureError
+from autopar.run.backward_hooks import BackwardHooks, Entered, Returned
+from autopar.run.region import Place, Region, within
+
+__all__ = ["Around", "calls_noted", "calls_traced"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Around:
+    """The regions around one call of a module. entered: None where no argument needs a gradient. line: of the first hook."""
+
+    hooks: BackwardHooks
+    entered: Call | None
+    returned: Call
+
+    def __iter__(self) -> Iterator[Call]:
+        yield from (self.returned,) if self.entered is None else (self.entered, self.returned)
+
+
+Note = Callable[[BackwardHooks, Any, Any], None]  # of a call's hooks, its arguments and its results
+
+
+class _Noting:
+    """Stands for torch's BackwardHook of a call that is run to be looked at."""
+
+    def __init__(self, module: nn.Module, hooks: Sequence[Any], before: Sequence[Any], note: Note) -> None:
+        self._module, self._hooks, self._before, self._note = module, tuple(hooks), tuple(before), note
+        self._arguments: tuple[Any, ...] = ()
+
+    def setup_input_hook(self, args: Any) -> Any:
+        self._arguments = tuple(args)
+        return args
+
+    def setup_output_hook(self, result: Any) -> Any:
+        results = result if isinstance(result, tuple) else (result,)
+        hooks = BackwardHooks(
+            module=self._module, hooks=self._hooks, before=self._before, given=len(self._arguments), entered=_needing(self._arguments),
+            made=len(results), returned=_needing(results),
+        )  # fmt: skip
+        if hooks.returned:
+            self._note(hooks, self._arguments, results)
+        return result
+
+
+def _needing(values: Sequence[Any]) -> tuple[int, ...]:
+    """Which of some values are tensors that need a gradient."""
+    return tuple(k for k, x in enumerate(values) if isinstance(x, Tensor) and x.requires_grad) if torch.is_grad_enabled() else ()
+
+
+class _StandingIn:
+    """Stands for torch's BackwardHook of a call that is traced."""
+
+    def __init__(self, path: str, index: int, around: Around) -> None:
+        self._path, self._index, self._around = path, index, around
+        self._leads: list[Tensor] = []
+
+    def setup_input_hook(self, args: Any) -> Any:
+        hooks, entered = self._around.hooks, self._around.entered
+        if (len(args), _needing(args)) != (hooks.given, hooks.entered):
+            raise CaptureError(f"a module with backward hooks ({self._path}) is given other tensors when it is traced than when it runs")
+        if entered is None:
+            return args
+        found = _called(entered, self._index, [args[k] for k in hooks.entered])
+        self._leads = found[len(hooks.entered) :]
+        return _put(args, hooks.entered, found)
+
+    def setup_output_hook(self, result: Any) -> Any:
+        hooks = self._around.hooks
+        results = result if isinstance(result, tuple) else (result,)
+        if (len(results), _needing(results)) != (hooks.made, hooks.returned):
+            raise CaptureError(f"a module with backward hooks ({self._path}) returns other tensors when it is traced than when it runs")
+        found = _called(self._around.returned, self._index, [*(results[k] for k in hooks.returned), *self._leads])
+        made = _put(results, hooks.returned, found)
+        return made if isinstance(result, tuple) else made[0]
+
+
+def _called(call: Call, index: int, tensors: list[Tensor]) -> list[Tensor]:
+    found: list[Tensor] = torch.ops.autopar_region.call(f"{call.region.path}@{index}", tensors, len(call.results))
+    return found
+
+
+def _put(values: tuple[Any, ...], places: Sequence[int], found: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The values with others at some places: of the same class, as of torch."""
+    made = list(values)
+    for k, x in zip(places, found, strict=False):
+        made[k] = x
+    return tuple(made) if type(values) is tuple else type(values)(*made)
+
+
+def calls_noted(
+    paths: Mapping[int, str], names: Mapping[int, str], into: dict[str, list[Around]]
+) -> contextlib.AbstractContextManager[None]:  # fmt: skip
+    """Inside, in a call that runs, what is around each call of a module with backward hooks is added to `into`, by the module's path.
+    paths: as of `paths_of`. names: of the model's tensors, by storage. CaptureError if a hook needs more than gradients: it is tried."""
+
+    def make(module: nn.Module, hooks: Sequence[Any], before: Sequence[Any], _: Any) -> Any:
+        path = paths.get(id(module))
+        if path is None:
+            return None
+        at: str = path
+
+        def note(of: BackwardHooks, arguments: Any, results: Any) -> None:
+            calls = into.setdefault(at, [])
+            calls.append(_around(at, of, arguments, results, _line_of(at, (*before, *hooks)), names))
+
+        return _Noting(module, hooks, before, note)
+
+    return backward_hooks_made_by(make)
+
+
+def calls_traced(paths: Mapping[int, str], noted: Mapping[str, Sequence[Around]]) -> contextlib.AbstractContextManager[None]:
+    """Inside, in a call that is traced, the regions of each call of a module with backward hooks are called around it, as was noted."""
+    counts: Counter[str] = Counter()
+
+    def make(module: nn.Module, hooks: Sequence[Any], before: Sequence[Any], _: Any) -> Any:
+        path = paths.get(id(module), "")
+        if path not in noted or not torch.is_grad_enabled():
+            return None
+        index = counts[path]
+        counts[path] += 1
+        if index >= len(noted[path]):
+            raise CaptureError(f"a module with backward hooks ({path}) is called more often when it is traced than when it runs")
+        return _StandingIn(path, index, noted[path][index])
+
+    return backward_hooks_made_by(make)
+
+
+def _around(path: str, hooks: BackwardHooks, arguments: Any, results: Any, line: str, names: Mapping[int, str]) -> Around:
+    given = tuple(arguments[k].detach().clone() for k in hooks.entered)
+    made = tuple(results[k].detach().clone() for k in hooks.returned)
+    _try(hooks, given, made, line, names)
+    leads = made if given else ()
+    returned = _call(within(path, "returned"), Returned(hooks), (*made, *leads), made, line)
+    return Around(
+        hooks=hooks, returned=returned,
+        entered=_call(within(path, "entered"), Entered(hooks, made), given, (*given, *leads), line) if given else None,
+    )  # fmt: skip
+
+
+def _call(path: str, module: nn.Module, given: tuple[Tensor, ...], made: tuple[Tensor, ...], line: str) -> Call:
+    region = Region(path=path, module=module, state=(), arguments=((Place(),) * len(given), {}), modes=(True,), linear=False)
+    return Call(
+        region=region, arguments=given, results=tuple(t.clone().requires_grad_() for t in made), structure=None, flops=0, saved=0,
+        draws=False, rows=(), line=line,
+    )  # fmt: skip
+
+
+def _try(hooks: BackwardHooks, given: tuple[Tensor, ...], made: tuple[Tensor, ...], line: str, names: Mapping[int, str]) -> None:
+    """Call the hooks as backward will, on gradients of zeros."""
+    outside = Outside(names)
+    try:
+        with torch.no_grad(), generators.kept(), outside:
+            of_results = hooks.of_results(tuple(map(torch.zeros_like, made)))
+            if given:
+                hooks.of_arguments(tuple(map(torch.zeros_like, given)), of_results)
+    except FAILURES as error:
+        raise CaptureError(
+            f"a backward hook of a module needs more than the gradients that it is given\n  at {line}\n  given zeros it raises "
+            f"{type(error).__name__}: {first_line(error)}\n  what to do: let it keep the gradients (detached), and compute in the loop"
+        ) from error
+    if outside.read:
+        raise CaptureError(
+            f"a backward hook of a module reads {outside.read} through the model, which may be on other ranks in backward\n  at {line}\n"
+            f"  what to do: let it keep the gradients (detached), and compute in the loop"
+        )
+
+
+def _line_of(path: str, hooks: Sequence[Any]) -> str:
+    """'file.py:12: the backward hook NAME on PATH', of the first that has code."""
+    for hook in hooks:
+        function = hook.func if isinstance(hook, functools.partial) else hook
+        code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+        if code is not None:
+            name = code.co_qualname.replace(".<locals>", "")
+            return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}: the backward hook {name} on {path or 'the model'}"
+    return f"the backward hook on {path or 'the model'}"
