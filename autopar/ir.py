@@ -319,6 +319,7 @@ class Program:
     constant_inputs: (path, value) of the non-tensor leaves of the batch, which the graph has frozen.
     batch_size: the size of dim 0 of the batch, which data parallelism splits (None: nothing to split). batched: the inputs
     that have it there (None: all whose dim 0 has that size).
+    one_stage: why it is not cut into stages: ''; what hooks leave on one rank, say, others would not have.
     layouts: for a sharded program, axis -> value -> Layout; empty for a captured one. repeats: of a folded program, in order; else empty.
     """
 
@@ -337,6 +338,7 @@ class Program:
     constant_inputs: tuple[tuple[tuple[str | int, ...], Arg], ...] = ()
     batch_size: int | None = None
     batched: tuple[str, ...] | None = None
+    one_stage: str = ""
     layouts: Mapping[str, Mapping[str, Layout]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

@@ -70,8 +70,8 @@ def hooked(path: str, hook: Callable[..., Any], tensor: Tensor, line: str, names
     makes anew. names: of the model's tensors, by storage. Raises CaptureError if it needs more than the values of the tensors that it
     holds: what autograd recorded of them, or tensors of the model, which may be on other ranks."""
     given = tuple(t.detach().clone() for t in (tensor, *closed_tensors(hook)))
-    _try(hook, given, line, names)
-    region = Region(path=path, module=Hooked(hook), state=(), arguments=((Place(),) * len(given), {}), modes=(True,))
+    observes = _try(hook, given, line, names) and not only_computes(hook)
+    region = Region(path=path, module=Hooked(hook, observes=observes), state=(), arguments=((Place(),) * len(given), {}), modes=(True,))
     result, linear, rows = given[0].clone().requires_grad_(), False, tuple[int, ...]()
     if only_computes(hook):  # else it is given all of the gradient, as it leaves something
         _, rows = works_by_samples(region, given, (), (result,), draws=False, own_backward=True)
@@ -82,12 +82,12 @@ def hooked(path: str, hook: Callable[..., Any], tensor: Tensor, line: str, names
     )  # fmt: skip
 
 
-def _try(hook: Callable[..., Any], given: tuple[Tensor, ...], line: str, names: Mapping[int, str]) -> None:
-    """Call a hook as backward will, on a gradient of zeros."""
+def _try(hook: Callable[..., Any], given: tuple[Tensor, ...], line: str, names: Mapping[int, str]) -> bool:
+    """Call a hook as backward will, on a gradient of zeros; whether it gives none."""
     outside = Outside(names)
     try:
         with torch.no_grad(), generators.kept(), outside:
-            over_tensors(hook, given[1:])(torch.zeros_like(given[0]))
+            found = over_tensors(hook, given[1:])(torch.zeros_like(given[0]))
     except FAILURES as error:
         raise CaptureError(
             f"a hook on an activation needs more than the values of the tensors that it reads, or what the forward makes after it\n"
@@ -98,6 +98,7 @@ def _try(hook: Callable[..., Any], given: tuple[Tensor, ...], line: str, names: 
             f"a hook on an activation reads {outside.read} through the model, which may be on other ranks in backward\n  at {line}\n"
             f"  what to do: let it read the tensor by a variable of the forward"
         )
+    return found is None
 
 
 def refuse_left(held: Iterable[object], left: Collection[str]) -> None:

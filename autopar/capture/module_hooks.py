@@ -8,7 +8,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -149,7 +149,7 @@ def calls_traced(paths: Mapping[int, str], noted: Mapping[str, Sequence[Around]]
 def _around(path: str, hooks: BackwardHooks, arguments: Any, results: Any, line: str, names: Mapping[int, str]) -> Around:
     given = tuple(arguments[k].detach().clone() for k in hooks.entered)
     made = tuple(results[k].detach().clone() for k in hooks.returned)
-    _try(hooks, given, made, line, names)
+    hooks = replace(hooks, observes=_try(hooks, given, made, line, names))
     leads = made if given else ()
     returned = _call(within(path, "returned"), Returned(hooks), (*made, *leads), made, line)
     return Around(
@@ -166,14 +166,14 @@ def _call(path: str, module: nn.Module, given: tuple[Tensor, ...], made: tuple[T
     )  # fmt: skip
 
 
-def _try(hooks: BackwardHooks, given: tuple[Tensor, ...], made: tuple[Tensor, ...], line: str, names: Mapping[int, str]) -> None:
-    """Call the hooks as backward will, on gradients of zeros."""
+def _try(hooks: BackwardHooks, given: tuple[Tensor, ...], made: tuple[Tensor, ...], line: str, names: Mapping[int, str]) -> bool:
+    """Call the hooks as backward will, on gradients of zeros; whether they give none."""
     outside = Outside(names)
     try:
         with torch.no_grad(), generators.kept(), outside:
-            of_results = hooks.of_results(tuple(map(torch.zeros_like, made)))
-            if given:
-                hooks.of_arguments(tuple(map(torch.zeros_like, given)), of_results)
+            to_results, to_arguments = (tuple(map(torch.zeros_like, tensors)) for tensors in (made, given))
+            of_results = hooks.of_results(to_results)
+            of_arguments = hooks.of_arguments(to_arguments, of_results) if given else ()
     except FAILURES as error:
         raise CaptureError(
             f"a backward hook of a module needs more than the gradients that it is given\n  at {line}\n  given zeros it raises "
@@ -184,6 +184,7 @@ def _try(hooks: BackwardHooks, given: tuple[Tensor, ...], made: tuple[Tensor, ..
             f"a backward hook of a module reads {outside.read} through the model, which may be on other ranks in backward\n  at {line}\n"
             f"  what to do: let it keep the gradients (detached), and compute in the loop"
         )
+    return all(a is b for a, b in zip((*of_results, *of_arguments), (*to_results, *to_arguments), strict=True))
 
 
 def _line_of(path: str, hooks: Sequence[Any]) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,7 @@ from autopar.run.checkpointed import functions_called
 from autopar.run.inputs import Arguments, check_attributes, positional_names
 from autopar.run.key_values import without_key_value_cache
 from autopar.run.objects import leaf_path
+from autopar.run.observed import is_observer
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.region import REGION, Region
 from autopar.run.region_modules import Applied
@@ -139,13 +140,14 @@ def captured_by(
         outside: dict[str, Any] = {"outputs": found.returned is not None, "frozen": passed.frozen, "leaves": places, "appended": appended}
         outside["varying"] = numbers
         compared = None if trainable is None else tuple(trainable.values())
+        outside["as_written"] = as_written is not None
         watched = functools.partial(observed, model, loss, inputs, start, found, compared, **outside)
         calls = watched(scales=SCALES if found.own_gradients else ())
         again = functools.partial(watched, reseed=False)
         left = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None, again=again)
         refuse_left(dict[str, Any](trace.tensors).values(), left)
         if trainable is not None and calls is not None:
-            with left_as_it_was(model, loss) if found.hooks else contextlib.nullcontext():
+            with left_as_it_was(model, loss) if found.hooks or as_written is not None else contextlib.nullcontext():
                 _compare(passed, calls, copied(given), dtype=dtype, answers=found.answers, returned=returned)
             if beside is not None:
                 _compare_other(beside(Arguments(args, kwargs)), passed, calls, copied(given), dtype)
@@ -165,6 +167,8 @@ def captured_by(
     if around.asked or not (trains or trace.metas[trace.loss].type.grad):
         guards.ask_for(around.mode)
     program = program.replace(notes=(*program.notes, *_notes(program, found, left_out, twice=checkpointed > 0)))
+    if calls is not None and calls.by_hooks:
+        program = program.replace(one_stage=_one_stage(dict[str, Any](trace.tensors).values(), calls.by_hooks))
     if program.outputs and found.returned is not None and not found.returned.own_loss:
         program = program.replace(own_loss=False)
     returned = None if returned is None else dataclasses.replace(returned, inner=_inner(program))
@@ -227,6 +231,12 @@ def _functions_as_written(trace: Trace) -> set[Any]:
     """The autograd functions whose calls are regions."""
     modules = [x.module for x in dict[str, Any](trace.tensors).values() if isinstance(x, Region)]
     return {m.function for m in modules if isinstance(m, Applied)}
+
+
+def _one_stage(tensors: Iterable[object], by_hooks: Collection[str]) -> str:
+    """As of Program, of what hooks leave: those that only look are told on all ranks."""
+    hooks = [r.name for r in tensors if isinstance(r, Region) and not is_observer(r)]
+    return f"{hooks[0]} leaves {min(by_hooks)} in backward, which the ranks of one stage alone would have" if hooks else ""
 
 
 def _refuse_own_gradients(name: str, found: TracedCall, functions: Collection[Any], *, real: bool) -> None:

@@ -31,6 +31,7 @@ from autopar.ir import Arg, Buffer, Input, Op, Param, Ref
 from autopar.run.autocast import Autocast
 from autopar.run.condition import Condition
 from autopar.run.objects import leaf_path
+from autopar.run.observed import is_observer
 from autopar.run.region import REGION, within
 from autopar.run.region_modules import Terms
 from autopar.run.varying import NUMBERS
@@ -500,6 +501,7 @@ def _described(call: Call, results: Sequence[torch.Tensor]) -> tuple[tuple[str, 
         ("shapes", tuple(tuple(r.shape) for r in results)), ("dtypes", dtypes), ("grads", tuple(r.requires_grad for r in call.results)),
         ("rows", call.rows), ("flops", call.flops), ("saved", call.saved), ("draws", call.draws), ("linear", call.region.linear),
         *((("terms", True),) if isinstance(call.region.module, Terms) and call.rows else ()),
+        *((("observes", True),) if is_observer(call.region) else ()),
         *((("counts", True),) if isinstance(call.region.module, Condition) and call.region.module.counts else ()),
     )  # fmt: skip
 

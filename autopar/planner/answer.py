@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from autopar.axes import AXES
+from autopar.axes import AXES, LAYERS
 from autopar.capture import program_hash
 from autopar.errors import Infeasible
 from autopar.ir import Program, Span, TensorType, refs
@@ -174,6 +174,8 @@ def refusal(question: Question) -> Infeasible:
         product = " x ".join(AXES)
         gpus = question.gpus
         text = f"no mesh of {counted(gpus, 'GPU')} has {pinned}: pinned axes must divide and fill the GPUs ({product} = {gpus})"
+        if question.space.one_stage:
+            text += f", and {LAYERS} is 1: {question.space.one_stage}"
         do = tried(lambda: elsewhere_too(question, sizes_that_do(question) or pins_that_do(question) or gpus_that_do(question)))
         return Infeasible(text + do)
     # What was asked for by name first (that a step is not split matters only where it had to be), then the leanest.

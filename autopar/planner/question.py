@@ -114,7 +114,7 @@ class Question:
         if self.reduce_dtype is not None:
             self.recipe = dataclasses.replace(self.recipe, reduced_itemsize=itemsize_named(self.reduce_dtype))
         self.batch_size = self.batch_size or self.program.batch_size
-        self.space = Space(gpus=self.gpus, cluster=self.cluster, pins=self.pins, batch=self.batch_size)
+        self.space = Space(gpus=self.gpus, cluster=self.cluster, pins=self.pins, batch=self.batch_size, one_stage=self.program.one_stage)
         self.known = self.store or self.new_store()
         self.said = Searched()
         self.unsure: set[Choice] = set()

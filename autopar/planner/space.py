@@ -115,12 +115,13 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """batch: samples of a step, None if nothing can be split."""
+    """batch: samples of a step, None if nothing can be split. one_stage: as of Program."""
 
     gpus: int
     cluster: Cluster
     pins: Pins
     batch: int | None
+    one_stage: str = ""
 
     @property
     def too_many(self) -> str:
@@ -144,6 +145,8 @@ class Space:
             axis = order[len(sizes)]
             known = pinned[axis]
             for n in divisors(left) if axis != order[-1] else [left]:
+                if axis == LAYERS and self.one_stage and n > 1:
+                    continue
                 if known not in (None, n) or (known is None and AXES[axis].within_node and n > node):
                     continue
                 if axis == order[-1]:

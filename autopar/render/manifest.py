@@ -118,6 +118,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
         training=training,
         mode_dependent=_mode_dependent(program),
         not_linear=_not_linear(program),
+        observed=tuple(dict.fromkeys(op.source for op in program.ops if op.kwarg("observes"))),
     )
 
 
@@ -149,7 +150,7 @@ def _mode_dependent(program: Program) -> tuple[str, ...]:
 
 def _not_linear(program: Program) -> tuple[str, ...]:
     """The operators without a rule, and the regions, that cannot be given terms of a gradient."""
-    asked = [op for op in program.ops if rule_of(op.target) is None or op.target == REGION]
+    asked = [op for op in program.ops if rule_of(op.target) is None or (op.target == REGION and not op.kwarg("observes"))]
     differentiated = [op for op in asked if any(o is not None and program.types[o].grad for o in op.outputs)]
     views = [(op, view_of(program, op, 2)) for op in differentiated]
     found = [op for op, view in views if not any({*s.inputs, *s.outputs} == {R} for s in strategies_of(view))]

@@ -43,6 +43,19 @@ class Remembered:
         self.form, self.tree, self.bound, self.trainable = form, tree, bound, first.trainable
         self.training, self.seed = training, torch.initial_seed()
         self._read = self._versions()
+        self._passes: dict[bool, int] = {}  # of the loss, or of what there is beside it: the last backward pass that came to it
+
+    def came_to(self, *, loss: bool) -> None:
+        """Backward has come to the loss, or to what the call gave beside it. RuntimeError if one pass has come to both, each with its part
+        of the gradients, where hooks are to be given all of these."""
+        manifest = self.form.manifest
+        hooks = (*manifest.not_linear, *manifest.observed)
+        now = self._passes[loss] = torch._C._current_graph_task_id()
+        if hooks and self._passes.get(not loss) == now:
+            raise RuntimeError(
+                f"gradients come to the loss of {manifest.model} and to what it returns or leaves beside it, in two parts, and what is at "
+                f"{hooks[0]} is to be given the whole of them. Compile it with autopar.compile(model, ..., outputs='trained')"
+            )
 
     def under(self, form: Form, bound: Mapping[str, Tensor]) -> Remembered:
         """The same call of another form of the module."""

@@ -18,6 +18,7 @@ from autopar.run.batches import GivenBatches
 from autopar.run.broken_off import broken_off
 from autopar.run.form import Form
 from autopar.run.input_gradients import InputGradients
+from autopar.run.observed import Observed
 from autopar.run.part import local
 from autopar.run.region import Region
 from autopar.run.scaling import Scaling
@@ -36,6 +37,8 @@ OfOutputs = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
 
 class OfGraph(Protocol):
     """Gradients of a call in autograd's graph (`twice.Twice`)."""
+
+    def came_to(self, *, loss: bool) -> None: ...
 
     def of_loss(self, grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]: ...
 
@@ -98,7 +101,8 @@ FUNCTIONS = (_Deposit, _Opened)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backward:
     """What is left of a step after forward. trainable: parameters by name. reached_in: each opaque region, with the parameters that
-    gradients come to in this step. given: what tells of gradients that are others on other ranks. scaling: of losses."""
+    gradients come to in this step. observed: what hooks are to be told of. given: what tells of gradients that are others on other
+    ranks. scaling: of losses."""
 
     form: Form
     tree: Tree
@@ -106,6 +110,7 @@ class Backward:
     trainable: Sequence[tuple[str, nn.Parameter]]
     inputs: InputGradients
     reached_in: Sequence[tuple[Region, set[str]]]
+    observed: Observed
     given: GivenBatches
     scaling: Scaling
 
@@ -118,6 +123,7 @@ class Backward:
         """The loss as the user is given it. twice: of the call."""
 
         def gradients(grad: Tensor) -> list[Tensor | None]:
+            twice.came_to(loss=True)
             note_written("scale", "loss", (grad,))
             record.phase(record.BACKWARD)
             if loss.requires_grad:
@@ -130,6 +136,7 @@ class Backward:
             return found
 
         def more(grad: Tensor) -> list[Tensor | None]:
+            twice.came_to(loss=True)
             found = twice.of_loss(grad, self.leaves)
             record.phase(record.OUTSIDE)
             return found
@@ -199,6 +206,7 @@ class Backward:
 
         def gradients(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
             trained()
+            twice.came_to(loss=False)
             self.given.compare_gradients([grad if grad is None else grad.detach() for grad in grads])
             found = twice.of_outputs(dict(zip(names, grads, strict=True)), self.leaves)
             record.phase(record.OUTSIDE)
@@ -212,7 +220,8 @@ class Backward:
         """Of `leaves`, from those of the outputs with these names. Collective."""
         record.phase(record.BACKWARD)
         self.given.compare_gradients(grads)
-        run.backward(self.form.outputs.cotangents(dict(zip(names, grads, strict=True)), self.form.manifest.micro_batches))
+        with self.observed.listening():
+            run.backward(self.form.outputs.cotangents(dict(zip(names, grads, strict=True)), self.form.manifest.micro_batches))
         found = self._gradients(None, tuple(grad is not None for grad in grads))
         record.phase(record.OUTSIDE)
         return found
@@ -226,6 +235,7 @@ class Backward:
         """Collective, after all of backward: of `leaves`. factor: what they are yet to be multiplied by. used: which outputs the loss
         depends on, if it is the user's."""
         form, tree, mesh = self.form, self.tree, self.form.mesh
+        self.observed.tell(factor)
         axes = [*(mesh.axis(name) for name in cut_order()), mesh.pp]
         found = without_unreached(self.step.finish(), form.manifest.params, self.reached_in, tree.names, axes, form.device)
         if factor is not None:

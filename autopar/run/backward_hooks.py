@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BackwardHooks", "Entered", "Returned"]
+__all__ = ["BackwardHooks", "Entered", "Returned", "refuse_changed"]
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -21,7 +21,8 @@ Gradients = tuple[Tensor | None, ...]
 @dataclass(eq=False, frozen=True, kw_only=True)
 class BackwardHooks:
     """The hooks of one call of a module, in order. given: how many arguments it was called with, by position; entered: which of them are
-    tensors with gradients. made: how many results; returned: which of these are. Not copied: hooks and module are the user's own."""
+    tensors with gradients. made: how many results; returned: which of these are. observes: they gave no gradients when they were tried.
+    Not copied: hooks and module are the user's own."""
 
     module: nn.Module
     hooks: tuple[Callable[..., Any], ...]
@@ -30,6 +31,7 @@ class BackwardHooks:
     entered: tuple[int, ...]
     made: int
     returned: tuple[int, ...]
+    observes: bool = False
 
     def __deepcopy__(self, memo: object) -> BackwardHooks:
         return self
@@ -68,57 +70,102 @@ def _replaced(before: Gradients, found: Any, what: str, of: str) -> Gradients:
     return tuple(found)
 
 
-class Entered(nn.Module):
-    """Of the arguments that need gradients: themselves, then zeros like each result."""
-
-    def __init__(self, hooks: BackwardHooks, results: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.hooks, self.like = hooks, tuple((tuple(r.shape), r.dtype) for r in results)
-
-    def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        device = arguments[0].device
-        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self.like)
-        found: tuple[Tensor, ...] = _Entered.apply(self.hooks, *arguments, *zeros)
-        return found
-
-
-class _Entered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hooks: BackwardHooks, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.hooks = hooks
-        return tuple(t.view_as(t) for t in values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        count = len(ctx.hooks.entered)
-        of_arguments, of_results = grads[:count], grads[count:]
-        # where none comes back through the results, or none to the arguments, torch tells no hook
-        if any(g is not None for g in of_arguments) and any(g is not None for g in of_results):
-            of_arguments = ctx.hooks.of_arguments(of_arguments, of_results)
-        return (None, *of_arguments, *(None for _ in of_results))
-
-
-class Returned(nn.Module):
-    """Of the results that need gradients, and what leads here from the arguments (nothing where none of these needs one): the results."""
+class _Around(nn.Module):
+    """told: as of `observed.Observes`."""
 
     def __init__(self, hooks: BackwardHooks) -> None:
         super().__init__()
         self.hooks = hooks
+        self.told: Callable[[Gradients], None] | None = None
 
-    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = _Returned.apply(self.hooks, *values)
+    @property
+    def observes(self) -> bool:
+        return self.hooks.observes
+
+    def arriving(self, grads: Gradients) -> Gradients:
+        """What the gradients of what it gives become, for what it is given."""
+        raise NotImplementedError
+
+    def forwarded(self, grads: Gradients) -> Gradients:
+        """The same; hooks that only look are told later, where somebody sees to that."""
+        if self.told is None:
+            return self.arriving(grads)
+        self.told(grads)
+        return self.passed(grads)
+
+    def passed(self, grads: Gradients) -> Gradients:
+        """What the gradients become past hooks that change none."""
+        raise NotImplementedError
+
+    def tell(self, given: Gradients) -> None:
+        """As of `observed.Observes`."""
+        refuse_changed(self.arriving(given), self.passed(given))
+
+
+def refuse_changed(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    """RuntimeError if these are others."""
+    if any(a is not b for a, b in zip(found, expected, strict=True)):
+        raise RuntimeError(
+            "a hook gives a gradient, and gave none when the model was captured: in a pipeline it is called after backward then, and "
+            "changes nothing. Compile with Pins(pp=1), or let it give one in every step"
+        )
+
+
+class Entered(_Around):
+    """Of the arguments that need gradients: themselves, then zeros like each result."""
+
+    def __init__(self, hooks: BackwardHooks, results: Sequence[Tensor]) -> None:
+        super().__init__(hooks)
+        self.like = tuple((tuple(r.shape), r.dtype) for r in results)
+
+    def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        device = arguments[0].device
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self.like)
+        found: tuple[Tensor, ...] = _Hooked.apply(self, len(arguments) + len(self.like), *arguments, *zeros)
         return found
 
+    def arriving(self, grads: Gradients) -> Gradients:
+        of_arguments, of_results = self._apart(grads)
+        # where none comes back through the results, or none to the arguments, torch tells no hook
+        if any(g is not None for g in of_arguments) and any(g is not None for g in of_results):
+            of_arguments = self.hooks.of_arguments(of_arguments, of_results)
+        return (*of_arguments, *(None for _ in of_results))
 
-class _Returned(torch.autograd.Function):
+    def passed(self, grads: Gradients) -> Gradients:
+        of_arguments, of_results = self._apart(grads)
+        return (*of_arguments, *(None for _ in of_results))
+
+    def _apart(self, grads: Gradients) -> tuple[Gradients, Gradients]:
+        count = len(self.hooks.entered)
+        return grads[:count], grads[count:]
+
+
+class Returned(_Around):
+    """Of the results that need gradients, and what leads here from the arguments (nothing where none of these needs one): the results."""
+
+    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = _Hooked.apply(self, len(self.hooks.returned), *values)
+        return found
+
+    def arriving(self, grads: Gradients) -> Gradients:
+        return self._leading(self.hooks.of_results(grads))
+
+    def passed(self, grads: Gradients) -> Gradients:
+        return self._leading(grads)
+
+    def _leading(self, grads: Gradients) -> Gradients:
+        return (*grads, *grads) if self.hooks.entered else grads
+
+
+class _Hooked(torch.autograd.Function):
+    """The first n values, whose gradients go on as they are forwarded."""
+
     @staticmethod
-    def forward(ctx: Any, hooks: BackwardHooks, *values: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, around: _Around, n: int, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.hooks, ctx.leads = hooks, len(values) > len(hooks.returned)
-        return tuple(t.view_as(t) for t in values[: len(hooks.returned)])
+        ctx.around = around
+        return tuple(t.view_as(t) for t in values[:n])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grads = ctx.hooks.of_results(grads)
-        return (None, *grads, *(grads if ctx.leads else ()))
+        return (None, None, *ctx.around.forwarded(grads))

@@ -101,7 +101,7 @@ class Manifest:
     outputs: what a call gives beside the loss, in the order in which the stages return it after what they send.
     libraries: Python modules that register operators which the stages call. training: the mode that the model was captured
     in; mode_dependent: operators that compute something else in the other one. not_linear: those whose backward gives gradients that are
-    not linear in those that come to it."""
+    not linear in those that come to it. observed: where hooks are told of gradients, and change none."""
 
     model: str
     mesh: Mapping[str, int]
@@ -122,6 +122,7 @@ class Manifest:
     training: bool = True
     mode_dependent: tuple[str, ...] = ()
     not_linear: tuple[str, ...] = ()
+    observed: tuple[str, ...] = ()
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -159,20 +159,20 @@ class Mesh:
         message; shown: of this rank's value."""
         if not self.talks:
             return
-        found = self._of_all((repr(value), shown))
+        found = self.of_all((repr(value), shown))
         for rank, (other, theirs) in enumerate(found):
             if other != found[0][0]:
                 raise LaunchError(f"{what} differ between rank 0 and rank {rank}: {found[0][1]}; and {theirs}. {remedy}")
 
     def collected(self, values: list[str]) -> set[str]:
         """Collective: what any rank has."""
-        return {value for one in self._of_all(values) for value in one}
+        return {value for one in self.of_all(values) for value in one}
 
     def shared(self, values: set[int]) -> set[int]:
         """Collective: what every rank has."""
-        return set.intersection(*self._of_all(values))
+        return set.intersection(*self.of_all(values))
 
-    def _of_all(self, value: T) -> list[T]:
+    def of_all(self, value: T) -> list[T]:
         """Collective: what each rank has, in their order."""
         if not self.talks:
             return [value]

@@ -40,6 +40,7 @@ from autopar.run.launch import default_device, join_process_group
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Mesh
 from autopar.run.metrics import Metrics
+from autopar.run.observed import Observed
 from autopar.run.outputs import Returned, as_inner
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.random_numbers import RandomNumbers
@@ -273,7 +274,8 @@ class ParallelModule(AsOriginal):
                 if form.open and differentiates:
                     run = form.run_open(parts, step)
                 else:
-                    loss = form.run(parts, step, made)
+                    with rest.observed.listening():
+                        loss = form.run(parts, step, made)
         finally:
             for stage in form.stages.values():
                 del stage.weights  # so that gathered copies live no longer than the step
@@ -365,8 +367,8 @@ class ParallelModule(AsOriginal):
         )
         differentiated = InputGradients(manifest.inputs, bound, form.batch.own_parts(bound), self.mesh, local=form.batch.local)
         return Backward(
-            form=form, tree=tree, step=step, trainable=trainable, inputs=differentiated, reached_in=form.begin(), given=self._given,
-            scaling=self._scaling,
+            form=form, tree=tree, step=step, trainable=trainable, inputs=differentiated, reached_in=form.begin(),
+            observed=Observed(form.regions, self.mesh, self.device), given=self._given, scaling=self._scaling,
         )
 
     def _put_together(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopar.run.backward_hooks import refuse_changed
 from autopar.run.closed import over_tensors
 
 __all__ = ["Applied", "AsAutograd", "Drawn", "Hooked", "Terms", "Weight"]
@@ -120,17 +121,35 @@ class AsAutograd(nn.Module):
 
 
 class Hooked(nn.Module):
-    """What it is given, with a hook on its gradient. Behind it are given the tensors that the hook holds (`closed_tensors`)."""
+    """What it is given, with a hook on its gradient. Behind it are given the tensors that the hook holds (`closed_tensors`). observes: the
+    hook gave no gradient when it was tried. told: as of `observed.Observes`."""
 
-    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+    def __init__(self, hook: Callable[[Tensor], Tensor | None], *, observes: bool = False) -> None:
         super().__init__()
         self.hook = _Hook(hook)
+        self.observes = observes
+        self.told: Callable[[tuple[Tensor | None, ...]], None] | None = None
 
     def forward(self, x: Tensor, *closed: Tensor) -> Tensor:
         given = x.view_as(x)
         if given.requires_grad:
-            given.register_hook(_Hook(over_tensors(self.hook.hook, [t.detach() for t in closed])) if closed else self.hook)
+            held = [t.detach() for t in closed]
+            given.register_hook(_Hook(lambda grad: self._called(grad, held)))
         return given
+
+    def _called(self, grad: Tensor, closed: Sequence[Tensor]) -> Tensor | None:
+        if self.told is not None:
+            self.told((grad, *closed))
+            return None
+        return self._over(closed)(grad)
+
+    def _over(self, closed: Sequence[Tensor]) -> Callable[[Tensor], Tensor | None]:
+        return over_tensors(self.hook.hook, closed) if closed else self.hook
+
+    def tell(self, given: tuple[Tensor | None, ...]) -> None:
+        """As of `observed.Observes`."""
+        grad, *closed = (t for t in given if t is not None)
+        refuse_changed([self._over(closed)(grad)], [None])
 
 
 class _Hook:

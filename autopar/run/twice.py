@@ -59,6 +59,10 @@ class Twice:
             before = {name: call.tree.buffer(name).clone() for name in call.form.reread} if differentiated else {}
         self._before = before
 
+    def came_to(self, *, loss: bool) -> None:
+        """As of `Remembered`."""
+        self._call.came_to(loss=loss)
+
     def of_loss(self, grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """Collective: by these leaves, from the gradient of the loss. In a graph, if gradients are on."""
         aliases = dict[int, Tensor]()
