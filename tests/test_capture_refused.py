@@ -159,7 +159,7 @@ def test_gradients_that_the_graph_does_not_show_are_no_operators(fn: Callable[..
 
 
 def test_hooks_on_parameters_and_modules_are_refused() -> None:
-    for hook in (lambda m: m.weight.register_hook(torch.neg), lambda m: m.register_full_backward_hook(lambda *_: None)):
+    for hook in (lambda m: m.weight.register_hook(torch.neg), lambda m: m.register_backward_hook(lambda *_: None)):
         model = nn.Linear(DIM, DIM)
         hook(model)
         with pytest.raises(CaptureError, match="gradient hooks"):

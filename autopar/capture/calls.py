@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -320,7 +321,9 @@ def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: floa
     """scale: the loss is multiplied by it."""
     if not wanted or not loss.requires_grad:
         return (None,) * len(wanted)
-    return torch.autograd.grad(loss, wanted, None if scale is None else torch.full_like(loss, scale), allow_unused=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")  # of the first module, whose inputs are data
+        return torch.autograd.grad(loss, wanted, None if scale is None else torch.full_like(loss, scale), allow_unused=True)
 
 
 def _called(model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs) -> Any:

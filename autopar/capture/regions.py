@@ -400,6 +400,8 @@ class Regions:
         """What explain says of them."""
         conditions = [call.line for key, call in TRACED.items() if key.startswith(CONDITION)]
         made = [f"{line} is asked in every step, and raises" for line in dict.fromkeys(conditions)]
+        around = [around.returned.line for found in self.around.values() for around in found]
+        made += [f"{line} is called in every step, with whole gradients" for line in dict.fromkeys(around)]
         for calls in (*self.calls.values(), *([call] for call in self.hooks)):
             how = "split by samples where the plan splits these" if all(c.rows for c in calls) else "whole on every rank"
             how += ", whose results are added" if any(isinstance(c.region.module, Terms) and c.rows for c in calls) else ""

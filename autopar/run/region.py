@@ -24,6 +24,7 @@ from autopar.errors import LaunchError
 from autopar.run import bags, ctc, outside_draws  # noqa: F401  (regions may hold the operators that they register)
 from autopar.run.alone import as_one_process
 from autopar.run.autocast import Autocast, under
+from autopar.run.backward_hooks import Entered, Returned
 from autopar.run.checkpointed import without_checkpointing
 from autopar.run.key_values import without_key_value_cache
 from autopar.run.manifest import Manifest
@@ -85,6 +86,8 @@ class Region:
     def name(self) -> str:
         """For people."""
         kind = type(self.module).__name__
+        if isinstance(self.module, Entered | Returned):
+            return f"the backward hook on {self.path.rpartition('.')[0] or 'the model'}"
         return kind if not self.path else self.path if isinstance(self.module, Applied | Drawn) else f"{self.path} ({kind})"
 
     @functools.cached_property
