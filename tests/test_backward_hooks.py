@@ -190,3 +190,9 @@ def test_a_model_of_one_stage_has_no_mesh_with_a_pipeline() -> None:
     meshes = list(Space(gpus=8, cluster=cluster, pins=Pins(), batch=8, one_stage="a hook leaves it").meshes())
     assert meshes and all(mesh.over("layers") == 1 for mesh in meshes)
     assert not list(Space(gpus=8, cluster=cluster, pins=Pins(pp=2), batch=8, one_stage="a hook leaves it").meshes())
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["hooks_of_several_gradients_before_compile", "forward_hook_of_all_modules"])
+def test_hooks_of_torch_that_are_no_modules_own(name: str, judge: Judge) -> None:
+    assert judge.not_right(name, ("dp2", "pp2")) == []

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from types import CellType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -88,9 +88,24 @@ def hooks_aside(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 def _given_to(param: nn.Parameter, hook: Any, *, on_gradients: bool) -> Any:
     """What is called in the place of a hook of a parameter that may have become a part."""
+    if on_gradients:
+        _counted_here(param, hook)
     if not is_part(param):
         return hook
     return _on_part(hook, lies_of(param)) if on_gradients else _After(hook)  # type: ignore[arg-type]
+
+
+def _counted_here(param: nn.Parameter, hook: Any) -> None:
+    """torch's register_multi_grad_hook counts the nodes of autograd that add gradients up, as they were when it was called: of a parameter
+    that has other memory now, that is another node. (Where it keeps them is private.)"""
+    if getattr(hook, "__module__", "") != torch.autograd.graph.__name__ or not isinstance(hook, FunctionType):
+        return
+    cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+    held = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+    nodes, number = held.get("grad_fns"), held.get("idx")
+    if isinstance(nodes, list) and isinstance(number, int) and param.requires_grad:
+        with plainly(), torch.enable_grad():
+            nodes[number] = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:

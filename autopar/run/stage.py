@@ -31,6 +31,11 @@ class Stage(nn.Module):
     weights: Weights
     mesh: Mesh
 
+    def __call__(self, *received: Tensor, **inputs: Tensor) -> tuple[Tensor, ...]:
+        """Hooks of all modules are told of the model's alone: a stage is none of them."""
+        found: tuple[Tensor, ...] = (self._compiled_call_impl or self.forward)(*received, **inputs)
+        return found
+
     def forward(self, *received: Tensor, **inputs: Tensor) -> tuple[Tensor, ...]:
         raise NotImplementedError(f"{type(self).__name__} does not define forward")
 

@@ -8,12 +8,14 @@ import inspect
 import io
 import logging
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.nn.modules import module as of_modules
 
 from benchmarks._traps_kit import Compile, Logits, Net, Results, batch, batches, program, samples, seeded, sgd, state, train, trained
 
@@ -131,6 +133,30 @@ def hooks_of_several_gradients(compile: Compile) -> Results:
     register_multi_grad_hook(tuple(model.head.parameters()), together)
     register_multi_grad_hook((model.first.weight,), lambda grad: first.append(tuple(grad.shape)), mode="any")
     return {**trained(model), "norms": norms, "first": first}
+
+
+@program("gradients")
+def hooks_of_several_gradients_before_compile(compile: Compile) -> Results:
+    """The same, registered before compile, and before the first call of a model that is planned then."""
+    model, norms = seeded(Net), list[float]()
+
+    def together(grads: object) -> None:
+        norms.append(sum(g.norm().item() for g in grads))  # type: ignore[attr-defined]
+
+    register_multi_grad_hook(tuple(model.head.parameters()), together)
+    model = compile(model)
+    register_multi_grad_hook((model.first.weight, model.blocks[0].up.bias), together)
+    return {**trained(model), "norms": norms}
+
+
+@program("gradients")
+def forward_hook_of_all_modules(compile: Compile) -> Results:
+    """It counts the calls of each class while one pass is run."""
+    model, calls = compile(seeded(Net), example_inputs=batch()), Counter[str]()
+    losses = train(model, steps=2)
+    with of_modules.register_module_forward_hook(lambda module, args, output: calls.update([type(module).__name__])):
+        losses += train(model, steps=1)
+    return {"losses": losses, "calls": sorted(calls.items()), "state": state(model)}
 
 
 @program("gradients")
