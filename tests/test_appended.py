@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
+from autopar.run.varying import NUMBERS
 from benchmarks._traps import PROGRAMS
 from benchmarks._traps_run import Judge
 
@@ -330,3 +331,26 @@ def test_numbers_made_by_float_are_inputs_and_outputs(fn: Callable[[Any, Tensor]
 def test_what_stands_for_a_number_is_no_constant(lies: str) -> None:
     with pytest.raises(CaptureError, match="a number that float|decides what runs"):
         capture(Summed(_weighs_by_this_one).to(lies), (torch.randn(6, 4, device=lies),))
+
+
+class _BegunOnce(nn.Module):
+    """A running mean that begins with the first value: which it is, a flag says that the first call sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mean, self.begun = nn.Linear(4, 4), 0.0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        value = h.mean().item()
+        self.mean = 0.9 * self.mean + 0.1 * value if self.begun else value
+        self.begun = True
+        return h.square().mean()
+
+
+def test_a_running_number_that_begins_otherwise_is_refused() -> None:
+    model = _BegunOnce()
+    with pytest.raises(CaptureError, match="the first call of _BegunOnce computes mean"):
+        capture(model, (torch.randn(3, 4),))
+    model(torch.randn(3, 4))
+    assert any(one.path[0] == NUMBERS for one in capture(model, (torch.randn(3, 4),)).program.inputs)
