@@ -354,3 +354,23 @@ def test_a_running_number_that_begins_otherwise_is_refused() -> None:
         capture(model, (torch.randn(3, 4),))
     model(torch.randn(3, 4))
     assert any(one.path[0] == NUMBERS for one in capture(model, (torch.randn(3, 4),)).program.inputs)
+
+
+def test_numbers_of_item_that_are_made_again_and_tuples_of_them_are_left() -> None:
+    class Left(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.mean, self.hits, self.pair, self.log = nn.Linear(4, 4), 0.0, 0, (0.0, 0), list[Any]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            self.mean = float(h.mean().item())
+            self.hits = int((h > 0).sum().item())
+            self.pair = h.std().item(), 1
+            self.log.append((int((h < 0).sum().item()), len(h)))
+            return h.square().mean()
+
+    model = Left()
+    guards = capture(model, (torch.randn(6, 4),)).guards
+    assert (model.mean, model.hits, model.pair, model.log) == (0.0, 0, (0.0, 0), []) and guards is not None
+    assert all(guards.place(path) is not None for path in ("mean", "hits", "pair[0]", "log[0][0]"))

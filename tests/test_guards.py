@@ -108,7 +108,7 @@ CHANGES: dict[str, tuple[Callable[[Net, Any], object], str]] = {
     "cell": (set_cell("margin", 2.0), "margin, which .*loss closes over from 1.0 to 2.0"),
     "tensor in a cell": (set_cell("classes", torch.ones(DIM)), "classes, which .*loss closes over"),
     "container in a cell": (lambda m, f: cell(f, "options").cell_contents.update(margin=3.0), r"options.*\['margin'\] from 1.0 to 3.0"),
-    "default": (lambda m, f: setattr(f, "__defaults__", (0.2,)), "the defaults of .*loss from .0.1,. to .0.2,."),
+    "default": (lambda m, f: setattr(f, "__defaults__", (0.2,)), r"the defaults of .*loss\[0\] from 0.1 to 0.2"),
     "keyword default": (
         lambda m, f: Child.forward.__kwdefaults__.update(shift=1.0),
         r"the keyword defaults of Child.forward\['shift'\] from 0.0 to 1.0",

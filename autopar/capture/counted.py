@@ -7,6 +7,7 @@ all else that is asked of it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -106,17 +107,33 @@ def not_read(paths: Collection[str], state: State, call: Callable[[], Any], take
     """Of the places of numbers and arrays, those that a call of the model sets anew and does not read. state: of now; taken: gives that of
     another time."""
     asked: set[str] = set()
-    kept = [place for value, place in places(state.held) if isinstance(value, int | float | numpy.ndarray) and place.path in paths]
-    stands = [_Added(asked, place.path, float) for place in kept]
-    for place, stand in zip(kept, stands, strict=True):
-        place.put(stand)
+    stands: dict[str, Place] = {}
+
+    def standing(value: Any, path: str, place: Place) -> Any:
+        if type(value) is tuple:
+            items = tuple(standing(x, f"{path}[{k}]", place) for k, x in enumerate(value))
+            return items if any(map(operator.is_not, items, value)) else value
+        if path not in paths or not isinstance(value, int | float | numpy.ndarray):
+            return value
+        stands[path] = place
+        return _Added(asked, path, float)
+
+    for value, place in [*places(state.held)]:
+        stand = standing(value, place.path, place)
+        if stand is not value:
+            place.put(stand)
     try:
-        if kept:
+        if stands:
             call()
     except FAILURES:
         return frozenset()
-    later = taken().leaves if kept else {}  # an object that holds one may be another
-    return frozenset(place.path for place in kept if place.path not in asked and type(later.get(place.path, ABSENT)) is not _Added)
+    later = taken().leaves if stands else {}  # an object that holds one may be another
+    stay = {path for path, place in stands.items() if any(type(x) is _Added for x in _members(later.get(place.path, ABSENT)))}
+    return frozenset(path for path in stands if path not in asked | stay and type(later.get(path, ABSENT)) is not _Added)
+
+
+def _members(value: object) -> tuple[object, ...]:
+    return value if type(value) is tuple else (value,)
 
 
 def only_added_to(counts: Sequence[Count], call: Callable[[], Any]) -> list[Count]:

@@ -201,7 +201,7 @@ class AtTheBorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """Inside, it looks at what is called, and at lines that make text of a number of the trace."""
+        """Inside, it looks at what is called, and at lines that make text of a number of the trace, or keep one as `float(x.item())`."""
 
         def noted(own: Callable[..., str]) -> Callable[..., str]:
             def text(number: Any, *spec: str) -> str:
@@ -213,10 +213,19 @@ class AtTheBorder(TorchFunctionMode):
 
             return text
 
+        def kept(own: Callable[..., Any], kind: type[int] | type[float]) -> Callable[..., Any]:
+            def made(number: Any) -> Any:
+                of = self.numbers.tensor_of(number) if is_only_kept(sys._getframe(1), kind) else None
+                return own(number) if of is None else self.numbers.stands_for(kind, of)
+
+            return made
+
         with self, contextlib.ExitStack() as stack:
             for kind in (torch.SymFloat, torch.SymInt, torch.SymBool):
                 for name in ("__repr__", "__str__", "__format__"):
                     stack.enter_context(mock.patch.object(kind, name, noted(getattr(kind, name))))
+            stack.enter_context(mock.patch.object(torch.SymFloat, "__float__", kept(torch.SymFloat.__float__, float)))
+            stack.enter_context(mock.patch.object(torch.SymInt, "__int__", kept(torch.SymInt.__int__, int)))
             yield
 
     def __torch_function__(

@@ -16,7 +16,7 @@ import torch
 
 __all__ = [
     "ABSENT", "EMPTY", "EXACTLY", "KEPT", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Order", "Place", "Shape", "Taken", "Value",
-    "child", "contents", "describe", "is_plain", "keys_of", "order_of", "places", "put_back", "same", "shown_key", "value_of",
+    "child", "contents", "describe", "is_leaf", "is_plain", "keys_of", "order_of", "places", "put_back", "same", "shown_key", "value_of",
 ]  # fmt: skip
 
 SIMPLE = (
@@ -272,6 +272,11 @@ def put_back(held: Held) -> None:
 def _in_order(held: Held) -> bool:
     order = order_of(held)
     return order is None or order.keys == keys_of(held.holder)
+
+
+def is_leaf(value: object) -> bool:
+    """Whether it is compared as a whole: what is plain, but a tuple of numbers, which calls may make of tensors."""
+    return is_plain(value) and not (type(value) is tuple and any(type(x) in (int, float) for x in value))
 
 
 def is_plain(value: object) -> bool:

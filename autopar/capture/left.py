@@ -18,7 +18,7 @@ import numpy
 import torch
 
 from autopar.capture.counted import Count
-from autopar.capture.held import ABSENT, Held, Opaque, Place, child, is_plain, places, put_back, same
+from autopar.capture.held import ABSENT, Held, Opaque, Place, child, is_leaf, is_plain, places, put_back, same
 from autopar.capture.numbers import TracedArray, may_stand
 from autopar.capture.reach import is_foreign, loaded_in
 from autopar.capture.state import Change, State
@@ -213,7 +213,7 @@ class _Comparison:
             if isinstance(held.holder, (CellType, ContextVar)):
                 new = held.path not in self._counted and (held.items is not known.items or self._is_computed(held.path))
                 value = self._left(held.items, held.path) if new else _KEPT
-                if is_plain(value) or type(value) is LeftOut:
+                if is_plain(value) or type(value) in (LeftOut, tuple):
                     self.paths.add(held.path)
                     yield Held(held.path, held.holder, value)
             elif isinstance(held.items, dict):
@@ -261,7 +261,7 @@ class _Comparison:
             return LeftOut(path)
         if id(value) in self._where:
             return LeftOut(path if path in self._written else self._where[id(value)])
-        if is_plain(value):
+        if is_leaf(value) or (is_plain(value) and same(self._first.leaves.get(path, ABSENT), value)):
             return self._plain(value, path)
         inner: list[Any] = []
         if type(value) in (list, tuple, deque):

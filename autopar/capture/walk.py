@@ -40,6 +40,7 @@ from autopar.capture.held import (
     Value,
     child,
     contents,
+    is_leaf,
     is_plain,
     order_of,
     shown_key,
@@ -144,7 +145,7 @@ class Walk:
         for name, value in shown.items():
             if name in _APART or id(value) in self.opened:
                 continue
-            if is_plain(value):
+            if is_leaf(value) or (foreign and is_plain(value)):
                 self._plain(f"{prefix}{name}", value, DEPTH)
                 continue
             if isinstance(value, CODE) and hasattr(kind, name):
@@ -205,7 +206,7 @@ class Walk:
         """Adds the leaves of a value."""
         if id(value) in self.opened or (isinstance(value, StandIn) and id(vars(value).get("original")) in self.seen):
             return
-        if is_plain(value):
+        if is_leaf(value) or (depth == 0 and is_plain(value)):
             self._plain(path, value, depth)
         elif isinstance(value, LeftOut):
             self.leaves[path] = LEFT_OUT
@@ -331,8 +332,9 @@ class Walk:
         if items is None or depth == 0:
             self.leaves[path] = Opaque(value)
             return
-        self.seen.add(id(value))
-        self.opened[id(value)] = value
+        if not is_plain(value):  # a tuple of numbers is what it holds
+            self.seen.add(id(value))
+            self.opened[id(value)] = value
         self.leaves[path] = Shape(type(value).__name__, len(found) if found is not None else -1)
         for name, item in items:
             self.visit(name, item, depth - 1)

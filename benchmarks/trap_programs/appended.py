@@ -463,3 +463,38 @@ def latest_in_a_deque(compile: Compile) -> Results:
         found += [*train(model, optimizer, inputs=[given]), sum(model.recent) / len(model.recent), *_sums([last[0]])]
         sizes += [len(model.recent), model.recent.maxlen, len(last), len(last[0])]
     return {"found": found, "sizes": sizes}
+
+
+class _Judged(Net):
+    """Leaves what it has come to in a tuple, of numbers of both kinds and a size."""
+
+    last = (0.0, 0, 0)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.logits(x)
+        loss = F.cross_entropy(logits, y)
+        self.last = loss.item(), (logits.argmax(1) == y).sum().item(), len(x)
+        return loss
+
+
+@program(KIND)
+def tuples_of_numbers(compile: Compile) -> Results:
+    """In an attribute, a list, a dict and a variable around a hook."""
+    model = seeded(_Judged)
+    moments: list[tuple[float, float]] = []
+    by_name: dict[str, tuple[int, int]] = {}
+    newest: tuple[float, float] | None = None
+
+    def noted(module: nn.Module, args: Any, output: Tensor) -> None:
+        nonlocal newest
+        moments.append((output.mean().item(), output.std().item()))
+        by_name["positive"] = int((output > 0).sum().item()), output.numel()
+        newest = output.max().item(), 0.5
+
+    model.blocks[0].register_forward_hook(noted)
+    model = compile(model, example_inputs=batch())
+    losses, seen = [], []
+    for _ in range(3):
+        losses += train(model, steps=1)
+        seen.append((model.last, by_name["positive"], newest))
+    return {"losses": losses, "moments": moments, "seen": seen, "state": state(model)}
