@@ -28,13 +28,15 @@ REFUSED = {
     "hook_that_halves_more_from_step_to_step": "is read by the next call, or by these hooks for its gradients",
 }
 IN_ONE_STAGE = "hook_of_several_arguments_and_results"
+FROZEN = "hook_above_what_is_frozen_midway"  # in a pipeline it is told of a gradient of its argument, too
+BETWEEN = "hook_that_scales_by_what_is_set_before_backward"
 RIGHT = sorted(name for name, program in PROGRAMS.items() if program.kind == "told" and name not in REFUSED)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", RIGHT)
 def test_hooks_are_told_what_they_are_on_one_process(name: str, judge: Judge) -> None:
-    plans = ("dp2", "zero3", *(() if name == IN_ONE_STAGE else ("pp2",)), *PROGRAMS[name].plans)
+    plans = ("dp2", "zero3", *(() if name in (IN_ONE_STAGE, BETWEEN, FROZEN) else ("pp2",)), *PROGRAMS[name].plans)
     assert judge.not_right(name, plans) == []
 
 
@@ -49,6 +51,12 @@ def test_what_would_be_told_in_parts_or_read_again_is_refused(name: str, judge: 
 def test_a_hook_that_leaves_something_and_gives_a_gradient_keeps_the_model_in_one_stage(judge: Judge) -> None:
     (found,) = judge.outcomes(IN_ONE_STAGE, ("pp2",))
     assert found.outcome == "refused" and "which the ranks of one stage alone would have" in found.reason
+
+
+@pytest.mark.gloo
+def test_what_a_pipeline_has_used_in_the_call_may_not_be_set_before_backward(judge: Judge) -> None:
+    (found,) = judge.outcomes(BETWEEN, ("pp2",))
+    assert found.outcome == "refused" and "gradients were computed in the call" in found.reason
 
 
 class Small(nn.Module):
@@ -108,10 +116,12 @@ def test_other_hooks_of_gradients_are_refused() -> None:
         (lambda m, ins, outs: (ins[0] * m.weight.norm(),), "reads second.weight through the model"),
         (lambda m, ins, outs: (ins[0], ins[0]), "invalid number of grad_input, got 2, but expected 1"),
         (lambda m, ins, outs: outs[0].no_such_method(), "needs more than the gradients"),
+        (lambda m, ins, outs: setattr(m, "seen", outs[0] * m.kept), "reads second.kept, which each call of the forward sets anew"),
     ],
 )
 def test_a_hook_that_cannot_be_called_with_gradients_alone_is_refused(hook: Callable[..., Any], message: str) -> None:
     model = Small()
+    model.second.register_forward_hook(lambda m, args, out: setattr(m, "kept", out.detach()))
     model.second.register_full_backward_hook(hook)
     with pytest.raises(CaptureError, match=rf"(?s){message}.*what to do"):
         capture(model, (torch.randn(6, 4),))

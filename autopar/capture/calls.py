@@ -33,7 +33,7 @@ from autopar.capture.left import Left, left_by, of_a_module
 from autopar.capture.made import in_the_state, made_of
 from autopar.capture.numbers import numbers_like
 from autopar.capture.once import Followed, kept_by_what_happens_once, numbers_kept, numbers_once, refuse_once, said_once
-from autopar.capture.said import Said
+from autopar.capture.said import Said, heard
 from autopar.capture.source import first_line
 from autopar.capture.state import Change, State
 from autopar.capture.varying import Numbers
@@ -202,7 +202,7 @@ def call_twice(
             writes.append(_writes(model))
             into.append(moving.names() if isinstance(moving, _Writes) else frozenset())
         if by_hooks:
-            _refuse_read(model, loss, inputs, start, calls[1], parameters, by_hooks, reseed=reseed)
+            _refuse_read(model, loss, inputs, start, calls[1], parameters, by_hooks, reseed=reseed, outputs=outputs, leaves=leaves)
         read = {path for path, t in made.items() if watch.has_read(t)} if isinstance(watch, _Reads) else set()
         _, first, second = states
         moved = {c.path: c for c in first.changes(second)}
@@ -253,7 +253,7 @@ def call_twice(
 
 def _refuse_read(
     model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, inputs: Inputs, start: State, second: Call,
-    parameters: tuple[torch.Tensor, ...], by_hooks: Collection[str], *, reseed: bool,
+    parameters: tuple[torch.Tensor, ...], by_hooks: Collection[str], *, reseed: bool, outputs: bool, leaves: Sequence[str],
 ) -> None:  # fmt: skip
     """CaptureError if a second call computes otherwise after a backward that has left what hooks leave. second: a call after one that did
     not."""
@@ -261,7 +261,8 @@ def _refuse_read(
         for number in (0, 1):
             given = copied(inputs)
             with _own_errors(model, number), torch.enable_grad(), from_seed(number, outside=reseed), as_called(given):
-                result, _ = objective_of(model(*given[0], **given[1]), loss, None)
+                output = model(*given[0], **given[1])
+                result, _ = objective_of(output, loss, outputs, left_at(leaves, model, loss, start))
                 found = gradients_of(result, (*parameters, *differentiated(given)))
     expected = (second.loss, *second.gradients, *second.of_inputs)
     pairs = zip((result.detach(), *found), expected, strict=True)
@@ -321,7 +322,7 @@ def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor], scale: floa
     """scale: the loss is multiplied by it."""
     if not wanted or not loss.requires_grad:
         return (None,) * len(wanted)
-    with warnings.catch_warnings():
+    with heard(), warnings.catch_warnings():  # what hooks say
         warnings.filterwarnings("ignore", message="Full backward hook is firing")  # of the first module, whose inputs are data
         return torch.autograd.grad(loss, wanted, None if scale is None else torch.full_like(loss, scale), allow_unused=True)
 

@@ -199,6 +199,13 @@ class Guards:
         more = f" and {len(found) - _SAID} more" if len(found) > _SAID else ""
         return "; ".join(map(str, found[:_SAID])) + more
 
+    def set_otherwise(self) -> str | None:
+        """What the loop has set since the last call of what the code of the model may read, in words; None for nothing."""
+        if self._same_objects():
+            return None
+        later = State.take(self._model, self._loss, self._state)
+        return next((str(change) for change in self._state.changes(later) if self._counts(change)), None)
+
     # ---------------------------------------------------------------------------------------------------------- private
     def _answers_changed(self, whole: Whole | None, given: Given | None) -> str | None:
         asked = self._told

@@ -21,6 +21,7 @@ from autopar.capture.follow import storage_of
 from autopar.capture.samples import is_linear, works_by_samples
 from autopar.capture.source import first_line
 from autopar.errors import CaptureError
+from autopar.run.backward_hooks import Returned
 from autopar.run.closed import closed_tensors, over_tensors
 from autopar.run.region import Place, Region
 from autopar.run.region_modules import Hooked
@@ -102,18 +103,32 @@ def _try(hook: Callable[..., Any], given: tuple[Tensor, ...], line: str, names: 
 
 
 def refuse_left(held: Iterable[object], left: Collection[str]) -> None:
-    """Raise CaptureError if a hook on an activation reads by a name what the forward leaves there: backward would find what was there when
+    """Raise CaptureError if a hook on gradients reads by a name what the forward leaves there: backward would find what was there when
     the model was captured. held: tensors, and regions among them. left: places, as `part.name`, or `name[0]`."""
     for region in held:
-        if not isinstance(region, Region) or not isinstance(region.module, Hooked):
-            continue
-        names = {*_names(region.module.hook.hook)}
-        for place in left:
-            if not names.isdisjoint(re.findall(r"\w+", place.partition(",")[0])):
-                raise CaptureError(
-                    f"a hook on an activation reads {place}, which each call of the forward sets anew\n  what to do: let the hook read the "
-                    f"tensor by a variable of the forward"
-                )
+        for hook in _hooks_of(region):
+            names = {*_names(hook)}
+            for place in left:
+                if _is_named(place, names):
+                    raise CaptureError(
+                        f"a hook on gradients reads {place}, which each call of the forward sets anew\n  what to do: let a hook on an "
+                        f"activation read the tensor by a variable of the forward, and one of a module keep the gradients alone"
+                    )
+
+
+def _hooks_of(region: object) -> tuple[Callable[..., Any], ...]:
+    if not isinstance(region, Region):
+        return ()
+    if isinstance(region.module, Hooked):
+        return (region.module.hook.hook,)
+    return (*region.module.hooks.before, *region.module.hooks.hooks) if isinstance(region.module, Returned) else ()
+
+
+def _is_named(place: str, names: set[str]) -> bool:
+    """Whether code of these names may read what stands at a place: of an entry of a dict, by its key too."""
+    container = place.partition(", which ")[0]
+    keys = re.findall(r"\['(\w+)'\]", place)
+    return not names.isdisjoint(re.findall(r"\w+", container.partition("[")[0])) and (not keys or not names.isdisjoint(keys))
 
 
 def _names(hook: Callable[..., Any]) -> Iterator[str]:

@@ -47,7 +47,7 @@ from autopar.capture.order import in_one_order
 from autopar.capture.own_gradients import OwnGradients, other_backward
 from autopar.capture.picked import with_picks_of_samples
 from autopar.capture.refused import check_inputs, check_tensors
-from autopar.capture.said import sayings_of
+from autopar.capture.said import heard, sayings_of
 from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace
 from autopar.capture.traced import trace_of
@@ -147,7 +147,7 @@ def captured_by(
         left = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None, again=again)
         refuse_left(dict[str, Any](trace.tensors).values(), left)
         if trainable is not None and calls is not None:
-            with left_as_it_was(model, loss) if found.hooks or as_written is not None else contextlib.nullcontext():
+            with left_as_it_was(model, loss) if found.hooks or as_written is not None else contextlib.nullcontext(), heard():
                 _compare(passed, calls, copied(given), dtype=dtype, answers=found.answers, returned=returned)
             if beside is not None:
                 _compare_other(beside(Arguments(args, kwargs)), passed, calls, copied(given), dtype)

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from autopar import generators
 from autopar.capture.applied import Function, applied_by, hooks_told
 from autopar.capture.around import as_called
-from autopar.capture.calls import Inputs, left_as_it_was
+from autopar.capture.calls import Inputs, copied, left_as_it_was
 from autopar.capture.drawn import Drawing, as_returned, drawing, functions_replaced
 from autopar.capture.export import FAILURES, objective_of
 from autopar.capture.follow import storage_of
@@ -207,7 +207,7 @@ class Regions:
 
         held: list[tuple[Callable[..., Any], list[int], str]] = []
         with calls_noted(self._paths, self._names, self.around):
-            self._call_model(hooks_told(noted))
+            self._call_model(hooks_told(noted), self.inputs)
         for hook, closed, line in held:
             if [*map(id, closed_tensors(hook))] != closed:
                 raise CaptureError(f"a hook on an activation reads what is assigned after it is registered\n  at {line}{IN_A_PART}")
@@ -245,9 +245,10 @@ class Regions:
         with Kept() as keeps:
             yield _Looked(Pass(self._names, keeps, self._trials), tuple(around), self.refused)
 
-    def _call_model(self, watched: contextlib.AbstractContextManager[object]) -> None:
-        """Call the model once on copies of its inputs, and leave it as it was."""
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), self.inputs)
+    def _call_model(self, watched: contextlib.AbstractContextManager[object], inputs: Inputs | None = None) -> None:
+        """Call the model once on copies of its inputs, and leave it as it was. inputs: those, if some are to be leaves that require a
+        gradient."""
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), self.inputs) if inputs is None else copied(inputs)
         with left_as_it_was(self.model, self.loss), watched, torch.enable_grad(), from_seed(0), as_called((args, kwargs)):
             with without_values(self.model, self.inputs):
                 objective_of(self.model(*args, **kwargs), self.loss, None)

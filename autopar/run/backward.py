@@ -131,6 +131,7 @@ class Backward:
             else:
                 grad = self.scaling.left_of(grad, self.step.begins_from)
                 self._check_factor(grad)
+                self._check_read()
             found = self._gradients(None if loss.requires_grad else grad)  # else forward has run backward too
             record.phase(record.OUTSIDE)
             return found
@@ -165,6 +166,16 @@ class Backward:
                 f"the loss was multiplied by {factor.item():g} before backward(), and gradients have gone through what is at {other[0]} "
                 f"by then, whose own backward (a hook, a function) is not linear. Multiply the loss inside of the model, or in loss=fn; or "
                 f"compile with Pins(pp=1, micro_batches=1)"
+            )
+
+    def _check_read(self) -> None:
+        """RuntimeError if hooks and backwards of the user's own, which have run in the call, would read something else by now."""
+        form = self.form
+        if form.manifest.not_linear and form.guards is not None and (said := form.guards.set_otherwise()) is not None:
+            raise RuntimeError(
+                f"since the call of {form.manifest.model} there is a change ({said}), which what is at {form.manifest.not_linear[0]} may "
+                f"read in backward, and gradients were computed in the call. Set it before the call, or compile with "
+                f"Pins(pp=1, micro_batches=1)"
             )
 
     def of_outputs(

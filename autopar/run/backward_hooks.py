@@ -7,7 +7,7 @@ arguments. So a tensor leads from the first region to the second: its gradient i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,7 +71,10 @@ def _replaced(before: Gradients, found: Any, what: str, of: str) -> Gradients:
 
 
 class _Around(nn.Module):
-    """told: as of `observed.Observes`."""
+    """told: as of `observed.Observes`. Gradients are those of what it gives, then of what leads from the one region to the other; of the
+    first, a hook on arguments is given zeros in the place of None, as torch does."""
+
+    fills = False
 
     def __init__(self, hooks: BackwardHooks) -> None:
         super().__init__()
@@ -86,16 +89,16 @@ class _Around(nn.Module):
         """What the gradients of what it gives become, for what it is given."""
         raise NotImplementedError
 
+    def passed(self, grads: Gradients) -> Gradients:
+        """What they become past hooks that change none."""
+        raise NotImplementedError
+
     def forwarded(self, grads: Gradients) -> Gradients:
-        """The same; hooks that only look are told later, where somebody sees to that."""
+        """What they become; hooks that only look are told later, where somebody sees to that."""
         if self.told is None:
             return self.arriving(grads)
         self.told(grads)
         return self.passed(grads)
-
-    def passed(self, grads: Gradients) -> Gradients:
-        """What the gradients become past hooks that change none."""
-        raise NotImplementedError
 
     def tell(self, given: Gradients) -> None:
         """As of `observed.Observes`."""
@@ -114,6 +117,8 @@ def refuse_changed(found: Sequence[Tensor | None], expected: Sequence[Tensor | N
 class Entered(_Around):
     """Of the arguments that need gradients: themselves, then zeros like each result."""
 
+    fills = True
+
     def __init__(self, hooks: BackwardHooks, results: Sequence[Tensor]) -> None:
         super().__init__(hooks)
         self.like = tuple((tuple(r.shape), r.dtype) for r in results)
@@ -121,13 +126,12 @@ class Entered(_Around):
     def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         device = arguments[0].device
         zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self.like)
-        found: tuple[Tensor, ...] = _Hooked.apply(self, len(arguments) + len(self.like), *arguments, *zeros)
+        found: tuple[Tensor, ...] = _Hooked.apply(self, len(arguments), len(arguments) + len(self.like), *arguments, *zeros)
         return found
 
     def arriving(self, grads: Gradients) -> Gradients:
         of_arguments, of_results = self._apart(grads)
-        # where none comes back through the results, or none to the arguments, torch tells no hook
-        if any(g is not None for g in of_arguments) and any(g is not None for g in of_results):
+        if any(g is not None for g in of_results):  # else none has come through the results, and torch tells no hook
             of_arguments = self.hooks.of_arguments(of_arguments, of_results)
         return (*of_arguments, *(None for _ in of_results))
 
@@ -141,31 +145,48 @@ class Entered(_Around):
 
 
 class Returned(_Around):
-    """Of the results that need gradients, and what leads here from the arguments (nothing where none of these needs one): the results."""
+    """Of the results that need gradients, and what leads here from the arguments (nothing where none of these needs one): the results.
+    Behind their gradients stands, where something leads back to the arguments, what is not None."""
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = _Hooked.apply(self, len(self.hooks.returned), *values)
+        n = len(self.hooks.returned)
+        found: tuple[Tensor, ...] = _Hooked.apply(self, n, n, *values)
         return found
 
     def arriving(self, grads: Gradients) -> Gradients:
-        return self._leading(self.hooks.of_results(grads))
+        *of_results, leads = grads
+        hooks = self.hooks if leads is not None else replace(self.hooks, entered=())  # all before it may have been frozen since
+        return self._leading(hooks.of_results(tuple(of_results)))
 
     def passed(self, grads: Gradients) -> Gradients:
-        return self._leading(grads)
+        return self._leading(grads[:-1])
 
     def _leading(self, grads: Gradients) -> Gradients:
         return (*grads, *grads) if self.hooks.entered else grads
 
 
 class _Hooked(torch.autograd.Function):
-    """The first n values, whose gradients go on as they are forwarded."""
+    """The first n values, of which a gradient of the first `count` is zeros where it is None; they go on as they are forwarded."""
 
     @staticmethod
-    def forward(ctx: Any, around: _Around, n: int, *values: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, around: _Around, count: int, n: int, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.around = around
+        ctx.around, ctx.leads = around, any(t.requires_grad for t in values[count:])
+        ctx.like = [(t.shape, t.dtype, t.device) for t in values[:count]]
         return tuple(t.view_as(t) for t in values[:n])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (None, None, *ctx.around.forwarded(grads))
+        around = ctx.around
+        if around.fills:
+            if all(g is None for g in grads[: len(ctx.like)]):  # its results do not depend on its arguments
+                return (None, None, None, *(None for _ in grads))
+            return (None, None, None, *around.forwarded(_filled(grads, ctx.like)))
+        found = around.forwarded((*grads, torch.empty(0, device="cpu") if ctx.leads else None))
+        return (None, None, None, *_filled(found, ctx.like))
+
+
+def _filled(grads: Gradients, like: Sequence[tuple[torch.Size, torch.dtype, torch.device]]) -> Gradients:
+    """With zeros in the place of None among the first."""
+    first = (torch.zeros(of[0], dtype=of[1], device=of[2]) if g is None else g for g, of in zip(grads, like, strict=False))
+    return (*first, *grads[len(like) :])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from typing import Any
 
 import torch
@@ -205,3 +207,55 @@ def hook_that_halves_more_from_step_to_step(compile: Compile) -> Results:
 
     model.blocks[1].register_full_backward_hook(hook)
     return trained(compile(model, example_inputs=batch()))
+
+
+@program(KIND)
+def hook_that_scales_by_what_is_set_before_backward(compile: Compile) -> Results:
+    """Between the call and backward: a pipeline has computed gradients by then."""
+    model = seeded(Net)
+    scale = {"by": 1.0}
+    model.blocks[1].register_full_backward_hook(lambda m, ins, outs: (ins[0] * scale["by"],))
+    model = compile(model, example_inputs=batch())
+    optimizer, losses = sgd(model), []
+    for k in range(3):
+        loss = model(*batch(k))
+        scale["by"] = 1 / (k + 2)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def hook_above_what_is_frozen_midway(compile: Compile) -> Results:
+    """Then none of its arguments needs a gradient, and it is told so; it says what it sees."""
+    model = seeded(Net)
+    said = io.StringIO()
+    model.blocks[1].register_full_backward_hook(lambda m, ins, outs: print(f"{_norms(ins)} {outs[0].norm().item():.3f}"))
+    with contextlib.redirect_stdout(said):
+        model = compile(model, example_inputs=batch())
+        losses = train(model, steps=2)
+        for part in (model.first, model.blocks[0]):
+            part.requires_grad_(False)
+        losses += train(model, steps=2)
+    lines = [("None" in line, line.split()[-1]) for line in said.getvalue().splitlines()]
+    return {"losses": losses, "lines": lines, "state": state(model)}
+
+
+@program(KIND, plans=("dp2pp2",))
+def gradients_of_the_batch_and_of_what_takes_it(compile: Compile) -> Results:
+    """A saliency map, and a hook on the first layer, whose argument is a leaf that needs a gradient."""
+    model = seeded(Net)
+    seen: Log = []
+    model.first.register_full_backward_hook(lambda m, ins, outs: seen.append((_norms(ins), _norms(outs))))
+    x, y = batch()
+    model = compile(model, example_inputs=(x.requires_grad_(), y))
+    losses, maps = [], []
+    for k in range(3):
+        x, y = batch(k)
+        loss = model(x.requires_grad_(), y)
+        loss.backward()
+        losses.append(loss.item())
+        maps.append(x.grad)
+    return {"losses": losses, "seen": seen, "maps": maps}
