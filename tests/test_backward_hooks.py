@@ -206,3 +206,18 @@ def test_a_model_of_one_stage_has_no_mesh_with_a_pipeline() -> None:
 @pytest.mark.parametrize("name", ["hooks_of_several_gradients_before_compile", "forward_hook_of_all_modules"])
 def test_hooks_of_torch_that_are_no_modules_own(name: str, judge: Judge) -> None:
     assert judge.not_right(name, ("dp2", "pp2")) == []
+
+
+@pure
+def test_hooks_that_look_alone_are_given_gradients_as_large_as_the_losses() -> None:
+    """And none that is scaled, on which one that is to notice such may raise."""
+    model, largest = Small(), [0.0]
+
+    def bounded(m: nn.Module, ins: Any, outs: Any) -> None:
+        if outs[0].norm() > 100:
+            raise OverflowError("gradients explode")
+        largest[0] = max(largest[0], outs[0].norm().item())
+
+    model.second.register_full_backward_hook(bounded)
+    assert capture(model, (torch.randn(6, 4),)).program.ops
+    assert largest == [0.0]

@@ -26,6 +26,7 @@ from autopar.capture.causal import with_known_masks
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
 from autopar.capture.drawn import Drawing
+from autopar.capture.export import HOOK
 from autopar.capture.fewer import TooMuchWork
 from autopar.capture.flops import work_of
 from autopar.capture.functionalize import functionalize
@@ -142,7 +143,7 @@ def captured_by(
         compared = None if trainable is None else tuple(trainable.values())
         outside["as_written"] = as_written is not None
         watched = functools.partial(observed, model, loss, inputs, start, found, compared, **outside)
-        calls = watched(scales=SCALES if found.own_gradients else ())
+        calls = watched(scales=SCALES if _changes_gradients(found, trace) else ())
         again = functools.partial(watched, reseed=False)
         left = check_border(model, loss, inputs, start, found, trace, calls, checked=trainable is not None, again=again)
         refuse_left(dict[str, Any](trace.tensors).values(), left)
@@ -231,6 +232,13 @@ def _functions_as_written(trace: Trace) -> set[Any]:
     """The autograd functions whose calls are regions."""
     modules = [x.module for x in dict[str, Any](trace.tensors).values() if isinstance(x, Region)]
     return {m.function for m in modules if isinstance(m, Applied)}
+
+
+def _changes_gradients(found: TracedCall, trace: Trace) -> bool:
+    """Whether code of the user's may give other gradients than autograd: hooks that look at them alone do not."""
+    others = [name for name in found.own_gradients if not name.startswith(HOOK)]
+    regions = [x for x in dict[str, Any](trace.tensors).values() if isinstance(x, Region)]
+    return bool(others) or (bool(found.own_gradients) and not (regions and all(map(is_observer, regions))))
 
 
 def _one_stage(tensors: Iterable[object], by_hooks: Collection[str]) -> str:
