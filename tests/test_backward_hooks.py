@@ -83,6 +83,21 @@ def test_capture_calls_hooks_and_leaves_what_they_fill_as_it_was() -> None:
 
 
 @pure
+def test_a_module_that_is_also_called_where_nothing_needs_a_gradient() -> None:
+    class Targets(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = self.second(x)
+            frozen = torch.func.functional_call(self.second, {k: p.detach() for k, p in self.second.named_parameters()}, (x,))
+            return (self.second(torch.tanh(self.first(x))) - target - frozen).square().mean()
+
+    model, seen = Targets(), list[Any]()
+    model.second.register_full_backward_hook(lambda m, ins, outs: seen.append(outs[0]))
+    regions = [op for op in capture(model, (torch.randn(6, 4),)).program.ops if op.target == REGION]
+    assert len(regions) == 2 and seen == []
+
+
+@pure
 def test_a_hook_that_gives_a_gradient_does_not_observe() -> None:
     model = Small()
     model.second.register_full_backward_hook(lambda m, ins, outs: (2 * ins[0],))

@@ -181,11 +181,10 @@ def call_twice(
                     output = model(*given[0], **given[1])
                     left_there = left_at(leaves, model, loss, start)
                     result, own = objective_of(output, loss, outputs, left_there)
-                if hooked:
-                    states.append(State.take(model, loss, start))
-                with _plain_as_before(states[-1]) if hooked else contextlib.nullcontext():
+                after = State.take(model, loss, start) if hooked else None
+                with _plain_as_before(after) if after is not None else contextlib.nullcontext():
                     found = gradients_of(result, wanted)
-                    by_hooks |= states[-1].grown_in(State.take(model, loss, start)) if hooked else frozenset()
+                    by_hooks |= after.grown_in(State.take(model, loss, start)) if after is not None else frozenset()
             _check_inputs(given, before, written_into(output, dicts) if outputs else None)
             _check_parameters(model, versions, {*frozen, *moved_before})
             buffers = _copies({**dict(model.named_buffers(remove_duplicate=False)), **frozen})
@@ -197,8 +196,7 @@ def call_twice(
                 numbers=now,
             )  # fmt: skip
             calls.append(call)
-            if not hooked:
-                states.append(State.take(model, loss, start))
+            states.append(State.take(model, loss, start) if after is None else after)
             writes.append(_writes(model))
             into.append(moving.names() if isinstance(moving, _Writes) else frozenset())
         if by_hooks:

@@ -25,6 +25,8 @@ from autopar.run.region import Place, Region, within
 
 __all__ = ["Around", "calls_noted", "calls_traced"]
 
+_ALIKE = "\n  what to do: call it alike whether torch.compiler.is_compiling() or not, or take the hooks away"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Around:
@@ -58,8 +60,7 @@ class _Noting:
             module=self._module, hooks=self._hooks, before=self._before, given=len(self._arguments), entered=_needing(self._arguments),
             made=len(results), returned=_needing(results),
         )  # fmt: skip
-        if hooks.returned:
-            self._note(hooks, self._arguments, results)
+        self._note(hooks, self._arguments, results)
         return result
 
 
@@ -78,7 +79,7 @@ class _StandingIn:
     def setup_input_hook(self, args: Any) -> Any:
         hooks, entered = self._around.hooks, self._around.entered
         if (len(args), _needing(args)) != (hooks.given, hooks.entered):
-            raise CaptureError(f"a module with backward hooks ({self._path}) is given other tensors when it is traced than when it runs")
+            raise CaptureError(f"{self._path}, with backward hooks, is given other tensors when it is traced than when it runs{_ALIKE}")
         if entered is None:
             return args
         found = _called(entered, self._index, [args[k] for k in hooks.entered])
@@ -89,7 +90,7 @@ class _StandingIn:
         hooks = self._around.hooks
         results = result if isinstance(result, tuple) else (result,)
         if (len(results), _needing(results)) != (hooks.made, hooks.returned):
-            raise CaptureError(f"a module with backward hooks ({self._path}) returns other tensors when it is traced than when it runs")
+            raise CaptureError(f"{self._path}, with backward hooks, returns other tensors when it is traced than when it runs{_ALIKE}")
         found = _called(self._around.returned, self._index, [*(results[k] for k in hooks.returned), *self._leads])
         made = _put(results, hooks.returned, found)
         return made if isinstance(result, tuple) else made[0]
@@ -109,27 +110,27 @@ def _put(values: tuple[Any, ...], places: Sequence[int], found: Sequence[Tensor]
 
 
 def calls_noted(
-    paths: Mapping[int, str], names: Mapping[int, str], into: dict[str, list[Around]]
+    paths: Mapping[int, str], names: Mapping[int, str], into: dict[str, list[Around | None]]
 ) -> contextlib.AbstractContextManager[None]:  # fmt: skip
-    """Inside, in a call that runs, what is around each call of a module with backward hooks is added to `into`, by the module's path.
-    paths: as of `paths_of`. names: of the model's tensors, by storage. CaptureError if a hook needs more than gradients: it is tried."""
+    """Inside, in a call that runs, what is around each call of a module with backward hooks is added to `into`, by the module's path: None
+    where no result needs a gradient. paths: as of `paths_of`. names: of the model's tensors, by storage. CaptureError if a hook needs more
+    than gradients: it is tried."""
 
     def make(module: nn.Module, hooks: Sequence[Any], before: Sequence[Any], _: Any) -> Any:
         path = paths.get(id(module))
-        if path is None:
+        if path is None or not torch.is_grad_enabled():
             return None
-        at: str = path
+        calls, line = into.setdefault(path, []), _line_of(path, (*before, *hooks))
 
         def note(of: BackwardHooks, arguments: Any, results: Any) -> None:
-            calls = into.setdefault(at, [])
-            calls.append(_around(at, of, arguments, results, _line_of(at, (*before, *hooks)), names))
+            calls.append(_around(path, of, arguments, results, line, names) if of.returned else None)
 
         return _Noting(module, hooks, before, note)
 
     return backward_hooks_made_by(make)
 
 
-def calls_traced(paths: Mapping[int, str], noted: Mapping[str, Sequence[Around]]) -> contextlib.AbstractContextManager[None]:
+def calls_traced(paths: Mapping[int, str], noted: Mapping[str, Sequence[Around | None]]) -> contextlib.AbstractContextManager[None]:
     """Inside, in a call that is traced, the regions of each call of a module with backward hooks are called around it, as was noted."""
     counts: Counter[str] = Counter()
 
@@ -140,8 +141,9 @@ def calls_traced(paths: Mapping[int, str], noted: Mapping[str, Sequence[Around]]
         index = counts[path]
         counts[path] += 1
         if index >= len(noted[path]):
-            raise CaptureError(f"a module with backward hooks ({path}) is called more often when it is traced than when it runs")
-        return _StandingIn(path, index, noted[path][index])
+            raise CaptureError(f"{path}, with backward hooks, is called more often when it is traced than when it runs{_ALIKE}")
+        around = noted[path][index]
+        return None if around is None else _StandingIn(path, index, around)
 
     return backward_hooks_made_by(make)
 

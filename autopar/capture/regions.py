@@ -87,7 +87,7 @@ class Regions:
         self.functions: frozenset[Function] = frozenset()  # autograd functions whose calls are regions
         self.drawing: frozenset[FunctionType] = frozenset()  # functions that draw, whose calls are regions
         self.hooks: list[Call] = []  # on activations, of the model's own forward, in order
-        self.around: dict[str, list[Around]] = {}  # of calls of modules with backward hooks, by path
+        self.around: dict[str, list[Around | None]] = {}  # of calls of modules with backward hooks, by path
         self.tried = 0
         self.refused: dict[str, str] = {}  # path -> why it cannot be a region
         self._trials: dict[Hashable, Any] = {}
@@ -385,7 +385,7 @@ class Regions:
         TRACED.clear()
         TRACED.update({f"{path}@{k}": call for path, calls in self.calls.items() for k, call in enumerate(calls)})
         TRACED.update({f"hook_{k}@0": call for k, call in enumerate(self.hooks)})
-        TRACED.update({f"{c.region.path}@{k}": c for found in self.around.values() for k, around in enumerate(found) for c in around})
+        TRACED.update({f"{c.region.path}@{k}": c for found in self.around.values() for k, calls in enumerate(found) for c in calls or ()})
         around = calls_traced(self._paths, self.around)
         try:
             with forwards_replaced(modules, self.model), applied_by(applied), functions, hooks_told(registered), around:
@@ -401,7 +401,7 @@ class Regions:
         """What explain says of them."""
         conditions = [call.line for key, call in TRACED.items() if key.startswith(CONDITION)]
         made = [f"{line} is asked in every step, and raises" for line in dict.fromkeys(conditions)]
-        around = [around.returned.line for found in self.around.values() for around in found]
+        around = [calls.returned.line for found in self.around.values() for calls in found if calls is not None]
         made += [f"{line} is called in every step, with whole gradients" for line in dict.fromkeys(around)]
         for calls in (*self.calls.values(), *([call] for call in self.hooks)):
             how = "split by samples where the plan splits these" if all(c.rows for c in calls) else "whole on every rank"
