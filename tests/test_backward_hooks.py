@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from autopar.errors import CaptureError
 from autopar.planner import Pins
 from autopar.planner.space import Space
 from autopar.run.backward_hooks import BackwardHooks, Entered, Returned
+from autopar.run.closed import is_named, names_in
 from autopar.run.region import REGION
 from benchmarks._traps import PROGRAMS
 from benchmarks._traps_run import Judge
@@ -236,3 +238,42 @@ def test_hooks_that_look_alone_are_given_gradients_as_large_as_the_losses() -> N
     model.second.register_full_backward_hook(bounded)
     assert capture(model, (torch.randn(6, 4),)).program.ops
     assert largest == [0.0]
+
+
+def _helper(grad: Tensor) -> Tensor:
+    return grad * TABLE["strength"]
+
+
+TABLE = {"strength": 1.0, "other": 2.0}
+
+
+@pure
+@pytest.mark.parametrize(
+    ("place", "read"),
+    [
+        ("TABLE of tests['strength']", True),
+        ("TABLE of tests['other']", False),
+        ("second.bound", True),
+        ("kept, which test.hook closes over['last']", True),
+        ("kept, which test.hook closes over['first']", False),
+        ("second.scale", False),  # the function has it from its own forward
+    ],
+)
+def test_names_by_which_code_may_read_in_backward(place: str, read: bool) -> None:
+    kept = {"first": 1.0, "last": 2.0}
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return _helper(grads[0]) * ctx.scale * ctx.model.bound * kept["last"]
+
+    assert is_named(place, names_in(Scaled.backward)) is read
+
+
+@pure
+def test_names_of_partial_and_callable_objects() -> None:
+    class Hook:
+        def __call__(self, grad: Tensor) -> Tensor:
+            return grad * self.strength  # type: ignore[attr-defined,no-any-return]
+
+    assert "strength" in names_in(Hook()) and "TABLE" in names_in(functools.partial(_helper))

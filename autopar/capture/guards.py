@@ -30,6 +30,7 @@ from autopar.capture.said import Sayings
 from autopar.capture.state import Change, State
 from autopar.capture.walk import REGISTRIES, TABLES, WATCHED_HOOKS
 from autopar.run.asked import NAMES
+from autopar.run.closed import is_named
 from autopar.run.grad_mode import GradMode, as_called
 from autopar.run.left_out import LeftOut
 from autopar.run.varying import NONE as NONE_VARIES
@@ -199,12 +200,12 @@ class Guards:
         more = f" and {len(found) - _SAID} more" if len(found) > _SAID else ""
         return "; ".join(map(str, found[:_SAID])) + more
 
-    def set_otherwise(self) -> str | None:
-        """What the loop has set since the last call of what the code of the model may read, in words; None for nothing."""
+    def set_otherwise(self, names: set[str]) -> str | None:
+        """What the loop has set since the last call of what code of these names may read, in words; None for nothing."""
         if self._same_objects():
             return None
-        later = State.take(self._model, self._loss, self._state)
-        return next((str(change) for change in self._state.changes(later) if self._counts(change)), None)
+        changes = self._state.changes(State.take(self._model, self._loss, self._state))
+        return next((str(c) for c in changes if self._counts(c) and is_named(c.path, names)), None)
 
     # ---------------------------------------------------------------------------------------------------------- private
     def _answers_changed(self, whole: Whole | None, given: Given | None) -> str | None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from autopar.capture.samples import is_linear, works_by_samples
 from autopar.capture.source import first_line
 from autopar.errors import CaptureError
 from autopar.run.backward_hooks import Returned
-from autopar.run.closed import closed_tensors, over_tensors
+from autopar.run.closed import closed_tensors, is_named, names_in, over_tensors
 from autopar.run.region import Place, Region
 from autopar.run.region_modules import Hooked
 
@@ -107,9 +105,9 @@ def refuse_left(held: Iterable[object], left: Collection[str]) -> None:
     the model was captured. held: tensors, and regions among them. left: places, as `part.name`, or `name[0]`."""
     for region in held:
         for hook in _hooks_of(region):
-            names = {*_names(hook)}
+            names = names_in(hook)
             for place in left:
-                if _is_named(place, names):
+                if is_named(place, names):
                     raise CaptureError(
                         f"a hook on gradients reads {place}, which each call of the forward sets anew\n  what to do: let a hook on an "
                         f"activation read the tensor by a variable of the forward, and one of a module keep the gradients alone"
@@ -122,21 +120,3 @@ def _hooks_of(region: object) -> tuple[Callable[..., Any], ...]:
     if isinstance(region.module, Hooked):
         return (region.module.hook.hook,)
     return (*region.module.hooks.before, *region.module.hooks.hooks) if isinstance(region.module, Returned) else ()
-
-
-def _is_named(place: str, names: set[str]) -> bool:
-    """Whether code of these names may read what stands at a place: of an entry of a dict, by its key too."""
-    container = place.partition(", which ")[0]
-    keys = re.findall(r"\['(\w+)'\]", place)
-    return not names.isdisjoint(re.findall(r"\w+", container.partition("[")[0])) and (not keys or not names.isdisjoint(keys))
-
-
-def _names(hook: Callable[..., Any]) -> Iterator[str]:
-    """The names by which a function, or one inside of it, reads attributes, variables outside of it, and items."""
-    function = getattr(hook, "__func__", hook)
-    codes = [function.__code__] if isinstance(getattr(function, "__code__", None), CodeType) else []
-    while codes:
-        code = codes.pop()
-        yield from (*code.co_names, *code.co_freevars)
-        yield from (const for const in code.co_consts if isinstance(const, str))
-        codes += [const for const in code.co_consts if isinstance(const, CodeType)]

@@ -18,9 +18,10 @@ from autopar.run.batches import GivenBatches
 from autopar.run.broken_off import broken_off
 from autopar.run.form import Form
 from autopar.run.input_gradients import InputGradients
-from autopar.run.observed import Observed
+from autopar.run.observed import Observed, is_observer
 from autopar.run.part import local
 from autopar.run.region import Region
+from autopar.run.region_modules import names_read
 from autopar.run.scaling import Scaling
 from autopar.run.schedule import OpenRun
 from autopar.run.tree import Tree
@@ -171,12 +172,16 @@ class Backward:
     def _check_read(self) -> None:
         """RuntimeError if hooks and backwards of the user's own, which have run in the call, would read something else by now."""
         form = self.form
-        if form.manifest.not_linear and form.guards is not None and (said := form.guards.set_otherwise()) is not None:
-            raise RuntimeError(
-                f"since the call of {form.manifest.model} there is a change ({said}), which what is at {form.manifest.not_linear[0]} may "
-                f"read in backward, and gradients were computed in the call. Set it before the call, or compile with "
-                f"Pins(pp=1, micro_batches=1)"
-            )
+        if form.guards is None:
+            return
+        for region in form.regions:
+            if is_observer(region) or not (names := names_read(region.module)):
+                continue
+            if (said := form.guards.set_otherwise(names)) is not None:
+                raise RuntimeError(
+                    f"since the call of {form.manifest.model} there is a change ({said}), which {region.name} may read in backward, and "
+                    f"gradients were computed in the call. Set it before the call, or compile with Pins(pp=1, micro_batches=1)"
+                )
 
     def of_outputs(
         self, values: dict[str, Tensor], run: OpenRun, again: Callable[[], tuple[Backward, OpenRun]], twice: OfGraph

@@ -1,16 +1,19 @@
-"""Functions that hold tensors, by their closure, their defaults, or functools.partial: which these are, and the same over others."""
+"""Functions that hold tensors, by their closure, their defaults, or functools.partial: which these are, and the same over others; and what
+functions read by name."""
 
 from __future__ import annotations
 
+import dis
 import functools
+import re
 from collections.abc import Callable, Sequence
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["closed_tensors", "over_tensors"]
+__all__ = ["closed_tensors", "is_named", "names_in", "over_tensors"]
 
 
 def closed_tensors(function: Callable[..., Any]) -> tuple[Tensor, ...]:
@@ -55,3 +58,39 @@ def _within(value: Any, other: Callable[[Tensor], Tensor], made: dict[int, Any])
         return _over(x, other, made) if holds else x
 
     return pytree.tree_map(leaf, value)
+
+
+def names_in(function: Any) -> set[str]:
+    """The names by which a function, one inside of it, or one of the same file that it calls reads attributes, variables outside of it, and
+    items."""
+    found, left, seen = set[str](), [function], set[Any]()
+    while left:
+        one = left.pop()
+        one = one.func if isinstance(one, functools.partial) else getattr(one, "__func__", one)
+        one = one if isinstance(one, CodeType | FunctionType) else vars(type(one)).get("__call__")
+        code = getattr(one, "__code__", one)
+        if not isinstance(code, CodeType) or code in seen:
+            continue
+        seen.add(code)
+        found |= {*_loaded(code), *code.co_freevars, *(const for const in code.co_consts if isinstance(const, str))}
+        left += [const for const in code.co_consts if isinstance(const, CodeType)]
+        here = getattr(one, "__globals__", {})
+        left += [x for name in code.co_names if isinstance(x := here.get(name), FunctionType) and x.__module__ == here.get("__name__")]
+    return found
+
+
+def _loaded(code: CodeType) -> set[str]:
+    """The names that code loads, but for attributes of a `ctx`, which autograd gives it."""
+    found, before = set[str](), ""
+    for one in dis.get_instructions(code):
+        if one.argval in code.co_names and before != "ctx":
+            found.add(one.argval)
+        before = one.argval if one.opname.startswith("LOAD_FAST") else ""
+    return found
+
+
+def is_named(place: str, names: set[str]) -> bool:
+    """Whether code of these names may read what stands at a place: of an entry of a dict, by its key too."""
+    container = place.partition(", which ")[0]
+    keys = re.findall(r"\['(\w+)'\]", place)
+    return not names.isdisjoint(re.findall(r"\w+", container.partition("[")[0])) and (not keys or not names.isdisjoint(keys))

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.run.backward_hooks import refuse_changed
-from autopar.run.closed import over_tensors
+from autopar.run.backward_hooks import Entered, Returned, refuse_changed
+from autopar.run.closed import names_in, over_tensors
 
-__all__ = ["Applied", "AsAutograd", "Drawn", "Hooked", "Terms", "Weight"]
+__all__ = ["Applied", "AsAutograd", "Drawn", "Hooked", "Terms", "Weight", "names_read"]
 
 
 class Applied(nn.Module):
@@ -163,3 +163,12 @@ class _Hook:
 
     def __deepcopy__(self, memo: object) -> _Hook:
         return self
+
+
+def names_read(module: nn.Module) -> set[str]:
+    """By which hooks, or the backward of an autograd function, may read what the loop sets. Inside of modules that is not looked for."""
+    if isinstance(module, Hooked):
+        return names_in(module.hook.hook)
+    if isinstance(module, Entered | Returned):
+        return {name for hook in (*module.hooks.before, *module.hooks.hooks) for name in names_in(hook)}
+    return names_in(module.function.backward) if isinstance(module, Applied) else set()
