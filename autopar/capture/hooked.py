@@ -82,11 +82,12 @@ def hooked(path: str, hook: Callable[..., Any], tensor: Tensor, line: str, names
 
 
 def _try(hook: Callable[..., Any], given: tuple[Tensor, ...], line: str, names: Mapping[int, str]) -> bool:
-    """Call a hook as backward will, on a gradient of zeros; whether it gives none."""
+    """Call a hook as backward will, on a gradient of zeros; whether it gives none, and does not write to it."""
     outside = Outside(names)
     try:
         with torch.no_grad(), generators.kept(), outside:
-            found = over_tensors(hook, given[1:])(torch.zeros_like(given[0]))
+            grad = torch.zeros_like(given[0])
+            found = over_tensors(hook, given[1:])(grad)
     except FAILURES as error:
         raise CaptureError(
             f"a hook on an activation needs more than the values of the tensors that it reads, or what the forward makes after it\n"
@@ -97,7 +98,7 @@ def _try(hook: Callable[..., Any], given: tuple[Tensor, ...], line: str, names: 
             f"a hook on an activation reads {outside.read} through the model, which may be on other ranks in backward\n  at {line}\n"
             f"  what to do: let it read the tensor by a variable of the forward"
         )
-    return found is None
+    return found is None and grad._version == 0
 
 
 def refuse_left(held: Iterable[object], left: Collection[str]) -> None:

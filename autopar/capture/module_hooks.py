@@ -169,7 +169,7 @@ def _call(path: str, module: nn.Module, given: tuple[Tensor, ...], made: tuple[T
 
 
 def _try(hooks: BackwardHooks, given: tuple[Tensor, ...], made: tuple[Tensor, ...], line: str, names: Mapping[int, str]) -> bool:
-    """Call the hooks as backward will, on gradients of zeros; whether they give none."""
+    """Call the hooks as backward will, on gradients of zeros; whether they give none, and do not write to these."""
     outside = Outside(names)
     try:
         with torch.no_grad(), generators.kept(), outside:
@@ -186,7 +186,8 @@ def _try(hooks: BackwardHooks, given: tuple[Tensor, ...], made: tuple[Tensor, ..
             f"a backward hook of a module reads {outside.read} through the model, which may be on other ranks in backward\n  at {line}\n"
             f"  what to do: let it keep the gradients (detached), and compute in the loop"
         )
-    return all(a is b for a, b in zip((*of_results, *of_arguments), (*to_results, *to_arguments), strict=True))
+    pairs = zip((*of_results, *of_arguments), (*to_results, *to_arguments), strict=True)
+    return all(a is b and b._version == 0 for a, b in pairs)
 
 
 def _line_of(path: str, hooks: Sequence[Any]) -> str:

@@ -21,8 +21,10 @@ from autopar.capture.applied import Function, Kept, applied_by, backward_hooks_t
 from autopar.capture.around import as_called
 from autopar.capture.calls import Inputs, copied, left_as_it_was
 from autopar.capture.export import FAILURES, as_exported, objective_of
+from autopar.capture.said import heard
 from autopar.capture.samples import gives_the_same, stand_ins
 from autopar.capture.source import first_line, module_of, paths_of, running_line
+from autopar.capture.state import State
 from autopar.errors import CaptureError
 from autopar.run.recoded import answered_by, as_it_was
 from autopar.run.region import Place, Region
@@ -86,15 +88,25 @@ def other_backward(
     model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inputs, known: Collection[Function] = ()
 ) -> str:  # fmt: skip
     """The name of an autograd function that the model applies whose gradients are not, of whatever it is given, those that autograd gives
-    of its forward; '' if there is none. known: those that are not asked about. Calls the model once, and leaves it as it was."""
-    applied = _applied(model, loss, inputs, known)
-    return next((cls.__qualname__ for cls, calls in applied.items() if not _gives_the_same(cls, AsAutograd, calls)), "")
+    of its forward, or whose backward leaves or says something; '' if there is none. known: those that are not asked about. Calls the model
+    once, and leaves it as it was."""
+    for cls, calls in _applied(model, loss, inputs, known).items():
+        with left_as_it_was(model, loss), heard() as said:
+            before = State.take(model, loss)
+            if not _gives_the_same(cls, AsAutograd, calls) or said or before.changes(State.take(model, loss, before)):
+                return cls.__qualname__
+    return ""
 
 
 def runs_again(model: nn.Module, loss: Callable[[Any], Tensor] | None, inputs: Inputs) -> frozenset[Function]:
     """The autograd functions that the model applies whose backward runs again what their forward ran where gradients are off, as
     checkpointing written by hand does, or differentiates modules that they are given. Calls the model once, and leaves it as it was."""
     applied = _applied(model, loss, inputs, (), own={id(p) for p in model.parameters()})
+    with left_as_it_was(model, loss), heard():
+        return _run_again(applied)
+
+
+def _run_again(applied: Mapping[Function, list[tuple[Any, Any]]]) -> frozenset[Function]:
     given_code = {cls for cls, calls in applied.items() if any(map(callable, pytree.tree_leaves(calls)))}
     other = {cls: calls for cls, calls in applied.items() if cls in given_code or not _gives_the_same(cls, AsAutograd, calls)}
     return frozenset(cls for cls, calls in other.items() if _gives_the_same(cls, Kept, calls))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 __all__ = ["HOOKS", "LruCache", "Reached", "Reads", "Search", "compares_objects", "is_foreign", "is_installed", "loaded_in", "stored_by"]
@@ -37,6 +38,7 @@ _IMPLICIT = frozenset(
     )
 )  # fmt: skip
 _MAKING = frozenset({"__new__", "__init__", "__post_init__"})  # methods that run where an object of a class is made
+_OF_FUNCTIONS = frozenset({"forward", "setup_context", "backward"})
 _BY_NAME = frozenset({"import_module", "__import__", "modules"})  # give a module for its name
 _ALL_AT_ONCE = frozenset({"vars", "__dict__", "asdict", "astuple", "attrgetter", "eval", "exec", "getmembers"})  # attributes by no name
 _MADE = frozenset({"FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "BUILD_STRING", "BINARY_OP"})  # of a name
@@ -184,6 +186,9 @@ class Search:
                 self._names({"forward"})
             else:
                 self.found.classes[base] = None
+            if issubclass(base, torch.autograd.Function):  # of which autograd calls the rest
+                for name in _OF_FUNCTIONS & vars(base).keys():
+                    self._add(vars(base)[name], base)
 
     def _made(self, cls: type) -> None:
         """A class that is used by name: where its objects are made, it may give one that it made before."""
@@ -203,6 +208,9 @@ class Search:
                 self._made(kind)
         if not is_foreign(type(kind).__module__):
             self._object(type(kind))
+        of = value.__self__ if isinstance(value, MethodType) else None
+        if isinstance(of, type) and issubclass(of, torch.autograd.Function):  # its `apply`
+            self._object(of)
         for function in _functions(value, 3):
             if isinstance(function, LruCache):
                 self.found.caches.append(function)

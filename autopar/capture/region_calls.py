@@ -28,6 +28,7 @@ from autopar.capture.follow import storage_of
 from autopar.capture.hooked import Call, Outside
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.samples import identical, is_linear, run_small, works_by_samples, writes_unseen
+from autopar.capture.state import State
 from autopar.capture.terms import as_terms
 from autopar.capture.walk import TABLES
 from autopar.run import outside_draws
@@ -243,10 +244,13 @@ def _tried(
             private_gradients=any(t.private_gradients for t in trials), module=trials[0].module,
         )  # fmt: skip
     own = bool(own_backward or hooks)
+    functions = [x if isinstance(x, Applied) else Applied(x) for x in own_backward if isinstance(x, type | Applied)]
+    start = [State.take(function) for function in functions]
     private, private_gradients = writes_unseen(region, given, state, draws=draws, own_backward=own)
     region = dataclasses.replace(region, private=private, private_gradients=private_gradients)
     steady, rows = works_by_samples(region, given, state, results, draws=draws, own_backward=own)
     leaves = not all(map(only_computes, hooks))  # what is of all the gradient there is
+    leaves = leaves or any(was.changes(State.take(function, None, was)) for function, was in zip(functions, start, strict=True))
     linear = not leaves and (not own or is_linear(region, given, state, draws=draws))
     if steady and not rows and not hooks and isinstance(region.module, Applied):
         region, rows = as_terms(region, given, results, draws=draws)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ FINE, COARSE = 2.0**-40, 2.0**-8  # relative changes of operands: below what flo
 UNTOLD = 1e-2  # the share of what is another for COARSE that may be another for FINE, where what is rounded is at a boundary
 AT_ONCE = 4  # tensors of which every subset is tried
 MOST_PARTS = 16  # into which samples are cut, where there are as many and their number is no prime
+NOT_FINITE = (math.nan, math.inf)
 FACTORS = (1.0, 2.0**-30, 2.0**30)  # of gradients
 HALF = 2.0**4  # the largest of those where they are in half precision
 LEAST_SIZE, SIZE_STEP = 8, 4  # larger sizes are reduced to 12, 16, 20 ..., distinct where they were distinct
@@ -96,7 +98,9 @@ def works_by_samples(
         if trial is None:
             return True, ()
         for split in splits:
-            if all(_holds(trial, frozenset(split), size, f) for f in (trial.factors(FACTORS) if own_backward else (1.0,))):
+            if not all(_holds(trial, frozenset(split), size, f) for f in (trial.factors(FACTORS) if own_backward else (1.0,))):
+                continue
+            if not own_backward or _guards_alike(trial, frozenset(split), size):
                 return True, split
     return True, ()
 
@@ -198,7 +202,7 @@ def gives_the_same(region: Region, other: Region, given: Sequence[Tensor], *, do
             two = None if one is None else differentiated(other, tensors, (), one[1])
             if one is None:
                 continue
-            if two is None or not _alike(one, two):
+            if two is None or not _alike(one, two) or (not tried and _notices(region, tensors, (), one)):
                 return False
             for factor in (2.0**-30, -(2.0**30)):
                 scaled = [g * factor for g in one[1]]
@@ -231,7 +235,7 @@ def is_linear(region: Region, given: Sequence[Tensor], state: Sequence[Tensor], 
             once = differentiated(trial.region, tensors, trial.state, None)
             if once is None:
                 continue
-            if not _is_linear_at(trial, tensors, once):
+            if not _is_linear_at(trial, tensors, once) or (not tried and _notices(trial.region, tensors, trial.state, once)):
                 return False
             tried += 1
     return tried > 0
@@ -250,6 +254,47 @@ def _is_linear_at(trial: Trial, tensors: Sequence[Tensor], once: Ran) -> bool:
     for factor in trial.factors((2.0**-30, -(2.0**-8), 2.0**8, 2.0**30)):
         found = differentiated(region, tensors, state, [g * factor for g in once[1]])
         if found is None or not all(close(a / factor, b, tolerance=tolerance) for a, b in zip(_left(found), _left(once), strict=True)):
+            return False
+    return True
+
+
+def _notices(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], once: Ran) -> bool:
+    """Whether its backward makes something else of gradients that are not finite than autograd's own: it raises, gives finite ones of them,
+    or other ones elsewhere. once: of gradients that are finite."""
+    for k, g in enumerate(once[1]):
+        if not g.dtype.is_floating_point or not g.numel():
+            continue
+        moved = differentiated(region, tensors, state, _with_first(once[1], k, g.reshape(-1)[0] + 1))
+        if moved is None:
+            continue
+        for value in NOT_FINITE:
+            found = differentiated(region, tensors, state, _with_first(once[1], k, torch.tensor(value)))
+            if found is None:
+                return True
+            for a, before, other in zip(*map(_left, (found, once, moved)), strict=True):
+                if bool((a.isfinite() & ((before != other) | (a != before))).any()):
+                    return True
+    return False
+
+
+def _with_first(grads: Sequence[Tensor], k: int, value: Tensor) -> list[Tensor]:
+    """Gradients of which the k-th has this as its first element."""
+    found = [g.clone(memory_format=torch.contiguous_format) for g in grads]
+    found[k].view(-1)[0] = value
+    return found
+
+
+def _guards_alike(trial: Trial, split: Collection[int], size: int) -> bool:
+    """Whether what its backward makes of gradients that are not finite is the same for parts of the samples."""
+    region, state = trial.region, trial.state
+    whole = differentiated(region, trial.given, state, None)
+    if whole is None or not _notices(region, trial.given, state, whole):
+        return True
+    for k, value in itertools.product(range(len(whole[1])), NOT_FINITE):
+        if not whole[1][k].dtype.is_floating_point:
+            continue
+        found = differentiated(region, trial.given, state, _with_first(whole[1], k, torch.tensor(value)))
+        if found is None or not all(_same(trial, trial.given, frozenset(split), parts, found) for parts in parts_of(size)):
             return False
     return True
 
