@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.ir import Layout
 from autopar.run import comm
@@ -104,6 +104,7 @@ class Form:
         self.calls = 0
         # of those that train, and of the outputs that a loss depends on: the parameters that have a gradient on any rank
         self.trained: dict[tuple[tuple[str, ...], tuple[bool, ...]], frozenset[str]] = {}
+        self._first_stages: dict[tuple[str, ...], int] = {}  # by the names of those that train
         others: Mapping[str, Any] = constants  # submodules stand where tensors do
         self.regions = tuple(r for r in others.values() if isinstance(r, Region))
         self.batch = Batch(manifest, mesh, device, local=local_batch)
@@ -134,6 +135,16 @@ class Form:
     def every_stage(self) -> tuple[Stage, ...]:
         """Those of all ranks of the pipeline, in order, for what this rank computes as one process of it."""
         return tuple(self.stages[s] if s in self.stages else self._stage(s) for s in range(len(self.manifest.places)))
+
+    def first_stage(self, trainable: Sequence[tuple[str, nn.Parameter]]) -> int:
+        """The first stage that uses one of these parameters, by name; 0 if none does."""
+        if self.mesh.pp.size == 1:
+            return 0
+        names = tuple(name for name, _ in trainable)
+        if names not in self._first_stages:
+            stages = (min(spec.stages) for spec in self.manifest.params if spec.name in names)
+            self._first_stages[names] = min(stages, default=0)
+        return self._first_stages[names]
 
     def begin(self) -> list[tuple[Region, set[str]]]:
         """A step begins: the regions, and where each notes the parameters that a gradient comes to."""

@@ -366,6 +366,7 @@ class ParallelModule(AsOriginal):
             passes=manifest.micro_batches,
         )
         differentiated = InputGradients(manifest.inputs, bound, form.batch.own_parts(bound), self.mesh, local=form.batch.local)
+        step.first_stage = 0 if differentiated.given else form.first_stage(trainable)
         return Backward(
             form=form, tree=tree, step=step, trainable=trainable, inputs=differentiated, reached_in=form.begin(),
             observed=Observed(form.regions, self.mesh, self.device), given=self._given, scaling=self._scaling,

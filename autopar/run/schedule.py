@@ -231,7 +231,7 @@ class _Run:
     def _forward(self, action: Action) -> tuple[Tensor, ...]:
         s, i = action.stage, action.micro_batch
         stage, last = self._stages[s], s == self._last
-        received = tuple(t.requires_grad_(self._train) for t in self._received.get((s, i), ()))
+        received = tuple(t.requires_grad_(self._train and s > self._step.first_stage) for t in self._received.get((s, i), ()))
         given = {k: v for k, v in self._inputs[i].items() if k in self._pipeline._takes[s]}
         with self._step.saving():
             outputs, others = apart(stage, stage(*received, **given), detach=self._open is None)

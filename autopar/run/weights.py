@@ -123,6 +123,7 @@ class Step:
         self._borrowed: dict[str, Leaf] = {}
         self._leaves: dict[str, Tensor] = {}
         self.begins_from = 1.0  # a backward pass that runs inside of the call
+        self.first_stage = 0  # of which anything is differentiated by: what those behind it are given needs gradients
         self._owned = set[str]()  # leaves whose gradient's memory nothing else has
         self._started = 0  # of the step's buckets
         self._await(self._of_a_pass)

@@ -259,3 +259,123 @@ def gradients_of_the_batch_and_of_what_takes_it(compile: Compile) -> Results:
         losses.append(loss.item())
         maps.append(x.grad)
     return {"losses": losses, "seen": seen, "maps": maps}
+
+
+def _without_what_is_not_finite(grad: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(grad), grad, torch.zeros_like(grad))
+
+
+class _Guarded(torch.autograd.Function):
+    """The identity, whose backward lets nothing pass that is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return _without_what_is_not_finite(grads[0])
+
+
+class _Quiet(torch.autograd.Function):
+    """The identity, which lets no gradient of a batch pass if one is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.zeros_like(grads[0]) if torch.isnan(grads[0]).any() else grads[0]
+
+
+def _one_batch_is_broken(compile: Compile, function: Any) -> Results:
+    model = compile(seeded(_Rooted, function), example_inputs=batch())
+    optimizer, slopes = sgd(model), []
+    for k in range(4):
+        x, y = batch(k)
+        if k == 2:
+            x = x.clone()
+            x[1] = float("nan")
+        optimizer.zero_grad()
+        model(x, y).backward()
+        slopes.append(model.first.weight.grad.norm().item())
+        model.blocks.zero_grad()
+        model.head.zero_grad()
+        optimizer.step()
+    return {"slopes": slopes, "state": state(model)}
+
+
+class _Rooted(Net):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h: Tensor = self.blocks(self.function.apply(torch.tanh(self.first(torch.nan_to_num(x)) + 0 * x.sum(-1, keepdim=True))))
+        return h
+
+
+@program(KIND, plans=("dp2tp2",))
+def guarded_against_what_is_not_finite(compile: Compile) -> Results:
+    """Element by element."""
+    return _one_batch_is_broken(compile, _Guarded)
+
+
+@program(KIND, plans=("dp2tp2",))
+def guarded_against_a_batch_that_is_not_finite(compile: Compile) -> Results:
+    """Of the whole batch, also where the ranks have parts of it."""
+    return _one_batch_is_broken(compile, _Quiet)
+
+
+SEEN: Log = []
+
+
+class _Counted(torch.autograd.Function):
+    """The identity, whose backward writes down what comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        SEEN.append(grads[0].norm().item())
+        return grads[0]
+
+
+@program(KIND)
+def function_whose_backward_writes_down_norms(compile: Compile) -> Results:
+    """A pipeline would have them on one rank."""
+    SEEN.clear()
+    model = compile(seeded(_WithCounted), example_inputs=batch())
+    return {"losses": train(model), "seen": list(SEEN), "state": state(model)}
+
+
+class _WithCounted(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        h: Tensor = self.blocks[1](_Counted.apply(self.blocks[0](torch.tanh(self.first(x)))))
+        return h
+
+
+def _doubled(grad: Tensor) -> None:
+    grad.mul_(2.0)
+
+
+@program(KIND)
+def hooks_that_write_to_gradients(compile: Compile) -> Results:
+    """And return nothing."""
+
+    class Doubling(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x))
+            if h.requires_grad:
+                h.register_hook(lambda grad: _doubled(grad))
+            return self.blocks(h)
+
+    def halved(part: nn.Module, ins: Any, outs: Any) -> None:
+        ins[0].mul_(0.5)
+
+    model = seeded(Doubling)
+    model.blocks[1].register_full_backward_hook(halved)
+    return trained(compile(model, example_inputs=batch()))
