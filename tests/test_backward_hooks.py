@@ -220,8 +220,10 @@ def test_a_model_of_one_stage_has_no_mesh_with_a_pipeline() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", ["hooks_of_several_gradients_before_compile", "forward_hook_of_all_modules"])
-def test_hooks_of_torch_that_are_no_modules_own(name: str, judge: Judge) -> None:
+@pytest.mark.parametrize(
+    "name", ["hooks_of_several_gradients_before_compile", "forward_hook_of_all_modules", "losses_given_to_autograd_at_once"]
+)
+def test_what_is_asked_of_torch_about_gradients(name: str, judge: Judge) -> None:
     assert judge.not_right(name, ("dp2", "pp2")) == []
 
 

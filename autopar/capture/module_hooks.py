@@ -58,7 +58,7 @@ class _Noting:
         results = result if isinstance(result, tuple) else (result,)
         hooks = BackwardHooks(
             module=self._module, hooks=self._hooks, before=self._before, given=len(self._arguments), entered=_needing(self._arguments),
-            made=len(results), returned=_needing(results),
+            made=len(results), returned=_needing(results), beside=_not_needing(self._arguments),
         )  # fmt: skip
         self._note(hooks, self._arguments, results)
         return result
@@ -67,6 +67,12 @@ class _Noting:
 def _needing(values: Sequence[Any]) -> tuple[int, ...]:
     """Which of some values are tensors that need a gradient."""
     return tuple(k for k, x in enumerate(values) if isinstance(x, Tensor) and x.requires_grad) if torch.is_grad_enabled() else ()
+
+
+def _not_needing(values: Sequence[Any]) -> tuple[tuple[int, tuple[int, ...], torch.dtype], ...]:
+    """Which are other tensors, and their shapes and dtypes."""
+    found = ((k, x) for k, x in enumerate(values) if isinstance(x, Tensor) and not x.requires_grad)
+    return tuple((k, tuple(x.shape), x.dtype) for k, x in found)
 
 
 class _StandingIn:

@@ -10,7 +10,8 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -268,13 +269,22 @@ def _notices(region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor],
         if moved is None:
             continue
         for value in NOT_FINITE:
-            found = differentiated(region, tensors, state, _with_first(once[1], k, torch.tensor(value)))
+            found = _not_finite(region, tensors, state, once[1], k, value)
             if found is None:
                 return True
             for a, before, other in zip(*map(_left, (found, once, moved)), strict=True):
                 if bool((a.isfinite() & ((before != other) | (a != before))).any()):
                     return True
     return False
+
+
+def _not_finite(
+    region: Region, tensors: Sequence[Tensor], state: Sequence[Tensor], grads: Sequence[Tensor], k: int, value: float
+) -> Ran | None:  # fmt: skip
+    """Of gradients of which the first element of the k-th is this."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of numpy
+        return differentiated(region, tensors, state, _with_first(grads, k, torch.tensor(value)))
 
 
 def _with_first(grads: Sequence[Tensor], k: int, value: Tensor) -> list[Tensor]:
@@ -284,18 +294,19 @@ def _with_first(grads: Sequence[Tensor], k: int, value: Tensor) -> list[Tensor]:
     return found
 
 
-def _guards_alike(trial: Trial, split: Collection[int], size: int) -> bool:
+def _guards_alike(trial: Trial, split: frozenset[int], size: int) -> bool:
     """Whether what its backward makes of gradients that are not finite is the same for parts of the samples."""
     region, state = trial.region, trial.state
     whole = differentiated(region, trial.given, state, None)
     if whole is None or not _notices(region, trial.given, state, whole):
         return True
-    for k, value in itertools.product(range(len(whole[1])), NOT_FINITE):
-        if not whole[1][k].dtype.is_floating_point:
-            continue
-        found = differentiated(region, trial.given, state, _with_first(whole[1], k, torch.tensor(value)))
-        if found is None or not all(_same(trial, trial.given, frozenset(split), parts, found) for parts in parts_of(size)):
-            return False
+    floating = [k for k, g in enumerate(whole[1]) if g.dtype.is_floating_point]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of numpy
+        for k, value in itertools.product(floating, NOT_FINITE):
+            found = _not_finite(region, trial.given, state, whole[1], k, value)
+            if found is None or not all(_same(trial, trial.given, split, parts, found) for parts in parts_of(size)):
+                return False
     return True
 
 

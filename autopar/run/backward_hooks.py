@@ -22,7 +22,7 @@ Gradients = tuple[Tensor | None, ...]
 class BackwardHooks:
     """The hooks of one call of a module, in order. given: how many arguments it was called with, by position; entered: which of them are
     tensors with gradients. made: how many results; returned: which of these are. observes: they gave no gradients when they were tried.
-    Not copied: hooks and module are the user's own."""
+    beside: the other tensors among the arguments, of which torch tells zeros. Not copied: hooks and module are the user's own."""
 
     module: nn.Module
     hooks: tuple[Callable[..., Any], ...]
@@ -32,6 +32,7 @@ class BackwardHooks:
     made: int
     returned: tuple[int, ...]
     observes: bool = False
+    beside: tuple[tuple[int, tuple[int, ...], torch.dtype], ...] = ()
 
     def __deepcopy__(self, memo: object) -> BackwardHooks:
         return self
@@ -51,9 +52,12 @@ class BackwardHooks:
 
     def of_arguments(self, grads: Gradients, of_results: Gradients) -> Gradients:
         """What the gradients of its arguments become. of_results: what those of its results have become."""
-        packed, beside = _packed(self.entered, grads, self.given), _packed(self.returned, of_results, self.made)
+        device = next((g.device for g in grads if g is not None), None)
+        zeros = tuple(torch.zeros(shape, dtype=dtype, device=device) for _, shape, dtype in self.beside)
+        packed = _packed((*self.entered, *(k for k, *_ in self.beside)), (*grads, *zeros), self.given)
+        results = _packed(self.returned, of_results, self.made)
         for hook in self.hooks:
-            packed = _replaced(packed, hook(self.module, packed, beside), "Backward hook", "grad_input")
+            packed = _replaced(packed, hook(self.module, packed, results), "Backward hook", "grad_input")
         return tuple(packed[k] for k in self.entered)
 
 

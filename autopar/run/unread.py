@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._C import _disabled_torch_function_impl
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
@@ -48,11 +47,19 @@ class Loss(Tensor):
     `["loss"]` and `[0]` are the loss, as a plain tensor, where the original's result has no other meaning for them. A tensor that is asked
     for by its name or place is read; what is unpacked or gone through may not be wanted, and is read when it is used."""
 
-    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
     _autopar_returns: str
     _autopar_plain: Tensor
     _autopar_all: Any
     _autopar_own: frozenset[str]  # attributes of the original's result that tensors have too
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As of the plain tensor; where the original's tuple of losses was given to autograd, of all in it."""
+        kwargs = kwargs or {}
+        if func in (torch.autograd.backward, torch.autograd.grad) and args:
+            args = tuple(x for given in args[0] for x in _losses(given)), *args[1:]
+        args, kwargs = pytree.tree_map_only(cls, lambda x: x._autopar_plain, (args, kwargs), is_leaf=is_size)
+        return func(*args, **kwargs)
 
     @property
     def loss(self) -> Tensor:
@@ -149,6 +156,16 @@ def as_returned(loss: Tensor, returns: str, result: Any = None) -> Tensor:
     kind: Any = type(result)
     found._autopar_own = _own_names(kind) | own
     return found
+
+
+def _losses(given: Any) -> Sequence[Any]:
+    """What autograd was given, in a program whose model returns several losses in a tuple or list: these."""
+    returned = given._autopar_all if type(given) is Loss else None
+    if not isinstance(returned, tuple | list) or len(returned) < 2:
+        return (given,)
+    with plainly():
+        are_losses = all(isinstance(x, Tensor) and x.dim() == 0 and x.dtype.is_floating_point for x in returned)
+    return [_read(x) for x in returned] if are_losses else (given,)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
@@ -147,6 +148,33 @@ def hooks_of_several_gradients_before_compile(compile: Compile) -> Results:
     model = compile(model)
     register_multi_grad_hook((model.first.weight, model.blocks[0].up.bias), together)
     return {**trained(model), "norms": norms}
+
+
+class _TwoLosses(Net):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = self.logits(x)
+        return F.cross_entropy(logits, y), 0.1 * logits.square().mean()
+
+
+@program("gradients")
+def losses_given_to_autograd_at_once(compile: Compile) -> Results:
+    """The tuple that the model returns, to torch.autograd.backward, with weights too, and to torch.autograd.grad."""
+    model = compile(seeded(_TwoLosses), example_inputs=batch())
+    optimizer, losses = sgd(model), []
+    for k, given in enumerate(batches()):
+        optimizer.zero_grad()
+        both = model(*given)
+        if k % 3 == 0:
+            torch.autograd.backward(both)
+        elif k % 3 == 1:
+            torch.autograd.backward(both, (torch.tensor(1.0), torch.tensor(0.5)))
+        else:
+            params = list(model.parameters())
+            for param, grad in zip(params, torch.autograd.grad(both, params), strict=True):
+                param.grad = grad
+        optimizer.step()
+        losses += [x.item() for x in both]
+    return {"losses": losses, "state": state(model)}
 
 
 @program("gradients")
