@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -39,7 +39,8 @@ class Observed:
     """What such hooks are to be told of one step."""
 
     def __init__(self, regions: Sequence[Region], mesh: Mesh, device: torch.device) -> None:
-        self._of: dict[str, Any] = {r.handle: r.module for r in regions if is_observer(r)} if mesh.pp.size > 1 else {}
+        observers = [r for r in regions if is_observer(r)] if mesh.pp.size > 1 else []
+        self._of = {r.handle: cast(Observes, r.module) for r in observers}
         self._mesh, self._device = mesh, device
         self._noted: list[tuple[str, Tensors]] = []
 
