@@ -357,13 +357,21 @@ def _same(trial: Trial, tensors: Sequence[Tensor], split: frozenset[int], parts:
             return False
         found.append(part)
     results, _, of_tensors, of_state = whole
-    scale = max((float(g.abs().amax()) for g in whole[1] if g.numel() and g.dtype.is_floating_point), default=1.0)
+    sizes = (float(g.abs().amax()) for g in whole[1] if g.numel() and g.dtype.is_floating_point)
+    scale = max((size for size in sizes if math.isfinite(size)), default=1.0)
     joined = [(torch.cat([p[0][k] for p in found]), r) for k, r in enumerate(results)]
     for k, g in enumerate(of_tensors):
         pieces = [p[2][k] for p in found]
         joined.append((torch.cat(pieces) if k in split else torch.stack(pieces).sum(0), g))
     joined += [(torch.stack([p[3][k] for p in found]).sum(0), g) for k, g in enumerate(of_state)]
-    return all(close(a, b, 1e-2 * min(1.0, scale), trial.tolerance) for a, b in joined)
+    return all(_close_where_finite(a, b, 1e-2 * min(1.0, scale), trial.tolerance) for a, b in joined)
+
+
+def _close_where_finite(a: Tensor, b: Tensor, least: float, tolerance: float) -> bool:
+    if a.shape != b.shape or not a.dtype.is_floating_point or bool(b.isfinite().all()):
+        return close(a, b, least, tolerance)
+    finite = b.isfinite()
+    return torch.equal(a.isfinite(), finite) and close(a.where(finite, 0), b.where(finite, 0), least, tolerance)
 
 
 def close(a: Tensor, b: Tensor, least: float = 1e-2, tolerance: float = TOLERANCE) -> bool:
