@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,7 +169,7 @@ def captured_by(
         guards.ask_for(around.mode)
     program = program.replace(notes=(*program.notes, *_notes(program, found, left_out, twice=checkpointed > 0)))
     if calls is not None and calls.by_hooks:
-        program = program.replace(one_stage=_one_stage(dict[str, Any](trace.tensors).values(), calls.by_hooks))
+        program = program.replace(one_stage=_one_stage(_regions(trace), calls.by_hooks))
     if program.outputs and found.returned is not None and not found.returned.own_loss:
         program = program.replace(own_loss=False)
     returned = None if returned is None else dataclasses.replace(returned, inner=_inner(program))
@@ -230,20 +230,23 @@ def _compare_other(other: Captured, passed: _Passed, calls: Calls, given: Inputs
 
 def _functions_as_written(trace: Trace) -> set[Any]:
     """The autograd functions whose calls are regions."""
-    modules = [x.module for x in dict[str, Any](trace.tensors).values() if isinstance(x, Region)]
-    return {m.function for m in modules if isinstance(m, Applied)}
+    return {region.module.function for region in _regions(trace) if isinstance(region.module, Applied)}
+
+
+def _regions(trace: Trace) -> list[Region]:
+    return [x for x in dict[str, Any](trace.tensors).values() if isinstance(x, Region)]
 
 
 def _changes_gradients(found: TracedCall, trace: Trace) -> bool:
     """Whether code of the user's may give other gradients than autograd: hooks that look at them alone do not."""
     others = [name for name in found.own_gradients if not name.startswith(HOOK)]
-    regions = [x for x in dict[str, Any](trace.tensors).values() if isinstance(x, Region)]
+    regions = _regions(trace)
     return bool(others) or (bool(found.own_gradients) and not (regions and all(map(is_observer, regions))))
 
 
-def _one_stage(tensors: Iterable[object], by_hooks: Collection[str]) -> str:
+def _one_stage(regions: Sequence[Region], by_hooks: Collection[str]) -> str:
     """As of Program, of what hooks leave: those that only look are told on all ranks."""
-    hooks = [r.name for r in tensors if isinstance(r, Region) and not is_observer(r)]
+    hooks = [region.name for region in regions if not is_observer(region)]
     return f"{hooks[0]} leaves {min(by_hooks)} in backward, which the ranks of one stage alone would have" if hooks else ""
 
 

@@ -18,10 +18,9 @@ from autopar.run.batches import GivenBatches
 from autopar.run.broken_off import broken_off
 from autopar.run.form import Form
 from autopar.run.input_gradients import InputGradients
-from autopar.run.observed import Observed, is_observer
+from autopar.run.observed import Observed
 from autopar.run.part import local
 from autopar.run.region import Region
-from autopar.run.region_modules import names_read
 from autopar.run.scaling import Scaling
 from autopar.run.schedule import OpenRun
 from autopar.run.tree import Tree
@@ -174,9 +173,7 @@ class Backward:
         form = self.form
         if form.guards is None:
             return
-        for region in form.regions:
-            if is_observer(region) or not (names := names_read(region.module)):
-                continue
+        for region, names in form.reads_in_backward:
             if (said := form.guards.set_otherwise(names)) is not None:
                 raise RuntimeError(
                     f"since the call of {form.manifest.model} there is a change ({said}), which {region.name} may read in backward, and "

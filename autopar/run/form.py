@@ -18,9 +18,11 @@ from autopar.run.dtypes import dtype_named
 from autopar.run.inputs import Batch, micro_batch
 from autopar.run.manifest import Manifest
 from autopar.run.mesh import Mesh
+from autopar.run.observed import is_observer
 from autopar.run.outputs import Outputs, Returned
 from autopar.run.random_numbers import seed_generators
 from autopar.run.region import Region
+from autopar.run.region_modules import names_read
 from autopar.run.schedule import Made, OpenRun, OpenStage, Pipeline, accumulate, at_once, keywords
 from autopar.run.slices import local_slice
 from autopar.run.stage import Stage
@@ -145,6 +147,12 @@ class Form:
             stages = (min(spec.stages) for spec in self.manifest.params if spec.name in names)
             self._first_stages[names] = min(stages, default=0)
         return self._first_stages[names]
+
+    @functools.cached_property
+    def reads_in_backward(self) -> list[tuple[Region, set[str]]]:
+        """The regions whose hooks, or backward of the user's own, may read what the loop sets, and by which names."""
+        found = [(region, names_read(region.module)) for region in self.regions if not is_observer(region)]
+        return [(region, names) for region, names in found if names]
 
     def begin(self) -> list[tuple[Region, set[str]]]:
         """A step begins: the regions, and where each notes the parameters that a gradient comes to."""
