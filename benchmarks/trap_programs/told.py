@@ -312,7 +312,7 @@ class _Rooted(Net):
         self.function = function
 
     def hidden(self, x: Tensor) -> Tensor:
-        h: Tensor = self.blocks(self.function.apply(torch.tanh(self.first(torch.nan_to_num(x)) + 0 * x.sum(-1, keepdim=True))))
+        h: Tensor = self.blocks(self.function.apply(torch.tanh(self.first(torch.nan_to_num(x)))) + 0 * x.sum(-1, keepdim=True))
         return h
 
 
