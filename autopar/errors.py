@@ -42,6 +42,14 @@ class NumbersChange(CaptureError):
         self.places = tuple(places)
 
 
+class TensorsChange(CaptureError):
+    """Each call of the model changes tensors that are neither parameters nor buffers. places: as of NumbersChange."""
+
+    def __init__(self, message: str = "", places: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.places = tuple(places)
+
+
 class OtherGradients(CaptureError):
     """The model's code has gradients of its own, or asks for some, which no graph of operators shows."""
 

@@ -266,12 +266,13 @@ class Param:
 class Buffer:
     """A buffer (fqn is its name in the model) or a constant tensor that capture lifted (fqn None). region: it stands for a submodule
     that an operator runs (see capture/regions.py), and has no data. parameter: in the model it is a frozen parameter, which the forward
-    writes to. aliases: its further names there."""
+    writes to. assigned: the forward puts another tensor in its place. aliases: its further names there."""
 
     value: str
     fqn: str | None
     persistent: bool = True
     mutated: bool = False
+    assigned: bool = False
     region: bool = False
     parameter: bool = False
     aliases: tuple[str, ...] = ()

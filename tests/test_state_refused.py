@@ -49,16 +49,6 @@ def global_list(m: Any, x: Tensor) -> Tensor:
     return m.linear(x)
 
 
-def plain_average(m: Any, x: Tensor) -> Tensor:
-    m.plain = 0.9 * m.plain + x.mean(0)
-    return m.linear(x) - m.plain
-
-
-def plain_average_that_is_not_used(m: Any, x: Tensor) -> Tensor:
-    m.plain = 0.9 * m.plain + x.mean(0)
-    return m.linear(x)
-
-
 def average_that_begins_with_none(m: Any, x: Tensor) -> Tensor:
     m.cache = x.mean(0) if m.cache is None else 0.9 * m.cache + 0.1 * x.mean(0)
     return m.linear(x)
@@ -75,11 +65,6 @@ def memory(m: Any, x: Tensor) -> Tensor:
         h = h + m.cache
     m.cache = x
     return h
-
-
-def plain_in_place(m: Any, x: Tensor) -> Tensor:
-    m.plain.add_(x.mean(0))
-    return m.linear(x) - m.plain
 
 
 def first_call_only(m: Any, x: Tensor) -> Tensor:
@@ -195,12 +180,9 @@ def with_graph(m: Any, x: Tensor) -> Tensor:
 REFUSED: dict[Callable[..., Tensor], str] = {
     class_attribute: r"Model\.shared",
     global_list: "SEEN of",
-    plain_average: "changes plain",
-    plain_average_that_is_not_used: "changes plain",
     average_that_begins_with_none: "changes cache",
     lazy_buffer_average: "changes lazy",
     memory: "cache",
-    plain_in_place: "changes plain",
     first_call_only: "flag from False to True",
     ticking_closure(): r"ticks, which .* closes over from count\(\d\) to count\(\d\)",
     other_shape: r"buffer ema, which is float32\[6\], float32\[12\]",

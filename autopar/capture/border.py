@@ -36,6 +36,7 @@ from autopar.capture.varying import Numbers
 from autopar.errors import AutoparError, CaptureError, DrawsOutside
 from autopar.run import outside_draws
 from autopar.run.outputs import Returned
+from autopar.run.part import is_part
 from autopar.run.plain import plainly
 from autopar.run.varying import NONE as NONE_VARIES
 from autopar.run.varying import Varied
@@ -55,7 +56,7 @@ class TracedCall:
     that ran. drawn: the generators other than torch's that it drew from. answers: what it asked of the model's state. shows: a line that
     prints or logs a tensor; "" if there is none. attributes: what it asked for of parameters and buffers. numbers: the places at which it
     left a number, or an array, that is made of a tensor; arrays: those of arrays. modes: the modules whose training mode it set to
-    another. around_loss, varied: as of End."""
+    another. around_loss, varied, assigned: as of End."""
 
     exported: ExportedProgram
     changes: tuple[Change, ...]
@@ -71,10 +72,25 @@ class TracedCall:
     modes: tuple[tuple[nn.Module, bool], ...] = ()
     around_loss: Returned | None = None
     varied: Varied = NONE_VARIES
+    assigned: frozenset[str] = frozenset()
 
     @property
     def hooks(self) -> list[str]:
         return [name for name in self.own_gradients if name.startswith(HOOK)]
+
+
+def _numbers(start: State) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
+    """The plain tensors of one element, their versions, and copies: torch.export writes to these themselves where the forward does, as it
+    knows their values."""
+    found = {id(t): t for t in start.tensors.values() if t.layout == torch.strided and t.numel() == 1 and not (t.is_meta or is_part(t))}
+    return [(t, t._version, t.detach().clone()) for t in found.values() if not t.is_inference()]
+
+
+def _put_back(before: Sequence[tuple[torch.Tensor, int, torch.Tensor]]) -> None:
+    with torch.no_grad():
+        for tensor, version, value in before:
+            if tensor._version != version:
+                tensor.detach().copy_(value)
 
 
 def traced(
@@ -86,7 +102,7 @@ def traced(
     may be asked for; sizes: also where it is a size. leaves, numbers, varying: as of Step."""
     hidden = hidden or Hidden(())
     ends: list[End] = []
-    random = generators.states()
+    random, numbers_before = generators.states(), _numbers(start)
     attributes = Attributes(model, start.reached.names)
     step = Step(
         model, loss, start, ends, ask=asked, attributes=attributes, outputs=outputs, hidden=hidden, answers=answers, sizes=sizes,
@@ -116,11 +132,13 @@ def traced(
         step.tape.forget()
         generators.restore(random)
         start.restore()
+        _put_back(numbers_before)
         _clear_traced(start.reached.caches)
     return TracedCall(
         exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=ends[-1].returns,
         returned=ends[-1].returned, answers=ends[-1].answers, shows=ends[-1].shows, attributes=attributes.asked,
         numbers=ends[-1].numbers, arrays=ends[-1].arrays, modes=ends[-1].modes, around_loss=ends[-1].around_loss, varied=ends[-1].varied,
+        assigned=ends[-1].assigned,
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from autopar.capture.said import Said, heard
 from autopar.capture.source import first_line
 from autopar.capture.state import Change, State
 from autopar.capture.varying import Numbers
-from autopar.errors import CaptureError, NumbersChange
+from autopar.errors import CaptureError, NumbersChange, TensorsChange
 from autopar.run.outputs import Returned, dicts_given, taken_apart, written_into
 from autopar.run.outside_draws import from_seed
 from autopar.run.part import is_part
@@ -403,8 +403,10 @@ def refuse_changing(name: str, changes: list[Change], read: Collection[str], *, 
             f"each call of {name} changes {'; '.join(map(str, wrong[:3]))}{more}: state that is not in a buffer, which a graph does not "
             f"have\n  what to do: {remedy}"
         )
-        numbers = all(change.of_numbers for change in wrong)
-        raise NumbersChange(said, [change.path for change in wrong]) if numbers else CaptureError(said)
+        if all(change.of_numbers for change in wrong):
+            raise NumbersChange(said, [change.path for change in wrong])
+        tensors = [change.path for change in wrong if isinstance(change.before, torch.Tensor)]
+        raise TensorsChange(said, tensors) if tensors else CaptureError(said)
     return tuple(written)
 
 

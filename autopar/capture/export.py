@@ -62,7 +62,7 @@ class End:
     structure, where its tensors are outputs too. around_loss: its structure where they are not; None if that is not known. answers: what
     it asked of the model's state. shows: a line that prints or logs a tensor; "" if there is none. numbers: the places at which it left a
     number, or an array, that is made of a tensor; arrays: those of arrays. modes: the modules whose training mode it set to another.
-    varied: the numbers that it took as inputs."""
+    varied: the numbers that it took as inputs. assigned: the names of the buffers that are other tensors after it."""
 
     state: State
     returns: str
@@ -74,6 +74,7 @@ class End:
     modes: tuple[tuple[nn.Module, bool], ...] = ()
     around_loss: Returned | None = None
     varied: Varied = NONE_VARIES
+    assigned: frozenset[str] = frozenset()
 
 
 class Step(nn.Module):
@@ -160,8 +161,9 @@ class Step(nn.Module):
                     numbers = frozenset(path for path, leaf in end.leaves.items() if self.border.numbers.follows(_number(leaf)))
                     arrays = frozenset(path for path in numbers if type(_number(end.leaves[path])) is TracedArray)
                     modes = registries.modes()
-                    ends.append(End(end, returns, returned, tape.answers(), shows, numbers, arrays, modes, around_loss, varied))
                     assigned = registries.assigned()
+                    others_now = frozenset(a.name for a in assigned)
+                    ends.append(End(end, returns, returned, tape.answers(), shows, numbers, arrays, modes, around_loss, varied, others_now))
                     kept = (result, *others, *left, *(a.new for a in assigned), *end.tensors.values())
                     tape.use(kept, "the end of the forward")
                 follow(assigned)

@@ -52,8 +52,9 @@ class _Registry:
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """A buffer's tensor and the one that was assigned in its place. shared: that is some buffer too, or a view of one."""
+    """A buffer's name and tensor, and the one that was assigned in its place. shared: that is some buffer too, or a view of one."""
 
+    name: str
     old: torch.Tensor
     new: torch.Tensor
     shared: bool
@@ -73,7 +74,7 @@ class Registries:
     def assigned(self) -> list[Assigned]:
         """What the call assigned to buffers. Raises CaptureError if it changed anything else that is registered."""
         names = Counter(id(b) for r in self._before for b in r.buffers.values() if b is not None)
-        assigned: list[tuple[torch.Tensor, torch.Tensor]] = []
+        assigned: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         olds = {storage_of(b) for r in self._before for b in r.buffers.values() if b is not None}
         for registry in self._before:
             self._check(registry)
@@ -83,8 +84,8 @@ class Registries:
                     continue
                 _check_assigned(f"{registry.prefix}{name}", old, new, names[id(old)])
                 assert new is not None
-                assigned.append((old, new))
-        return [Assigned(old, new, shared=storage_of(new) in olds) for old, new in assigned]
+                assigned.append((f"{registry.prefix}{name}", old, new))
+        return [Assigned(name, old, new, shared=storage_of(new) in olds) for name, old, new in assigned]
 
     def modes(self) -> tuple[tuple[nn.Module, bool], ...]:
         """The modules whose training mode the call has set to another, and to which."""

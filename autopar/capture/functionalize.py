@@ -21,7 +21,7 @@ from autopar.capture.inplace import functional_target
 from autopar.capture.interpret import resolve
 from autopar.capture.region_ops import HOOK
 from autopar.capture.trace import Trace, Traced
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, TensorsChange
 from autopar.ir import Arg, Buffer, Op, Param, Ref, map_refs, refs
 from autopar.run.region import REGION
 
@@ -111,9 +111,10 @@ class _Functionalizer:
             if self.version.get(buffer.value, 0):
                 if buffer.fqn is None:
                     what = self.trace.outside.get(buffer.value, "a tensor of the model")
-                    raise CaptureError(
+                    raise TensorsChange(
                         f"the forward changes {what}, which is neither parameter nor buffer\n  at {self.written_at[buffer.value]}\n"
-                        f"  what to do: register it as a buffer"
+                        f"  what to do: register it as a buffer",
+                        [what],
                     )
                 mutations.append((buffer.value, self._now(buffer.value)))
         for name in (i.value for i in self.trace.inputs if self.version.get(i.value, 0)):

@@ -24,7 +24,7 @@ from autopar.run.closed import closed_tensors, is_named, names_in, over_tensors
 from autopar.run.region import Place, Region
 from autopar.run.region_modules import Hooked
 
-__all__ = ["IN_A_PART", "Call", "Outside", "hooked", "refuse_left"]
+__all__ = ["IN_A_PART", "Call", "Outside", "hooked", "refuse_left", "tried"]
 
 IN_A_PART = (
     "\n  what to do: make what the hook reads before it is registered, and let it read tensors alone, by their names; or move the "
@@ -83,22 +83,33 @@ def hooked(path: str, hook: Callable[..., Any], tensor: Tensor, line: str, names
 
 def _try(hook: Callable[..., Any], given: tuple[Tensor, ...], line: str, names: Mapping[int, str]) -> bool:
     """Call a hook as backward will, on a gradient of zeros; whether it gives none, and does not write to it."""
+
+    def observes() -> bool:
+        grad = torch.zeros_like(given[0])
+        return over_tensors(hook, given[1:])(grad) is None and grad._version == 0
+
+    return tried(
+        observes, line, names, hook="a hook on an activation", needs="the values of the tensors that it reads, or what the forward makes "
+        "after it", remedy=IN_A_PART, reading="let it read the tensor by a variable of the forward",
+    )  # fmt: skip
+
+
+def tried(run: Callable[[], bool], line: str, names: Mapping[int, str], *, hook: str, needs: str, remedy: str, reading: str) -> bool:
+    """What `run` finds, which calls hooks on gradients of zeros as backward will. Raises CaptureError if they raise, as they need more than
+    this, or if they read tensors of the model. names: of these, by storage. hook, needs, remedy, reading: words of the messages; `remedy`
+    begins a line of its own, `reading` is what to do where the model is read."""
     outside = Outside(names)
     try:
         with torch.no_grad(), generators.kept(), outside:
-            grad = torch.zeros_like(given[0])
-            found = over_tensors(hook, given[1:])(grad)
+            found = run()
     except FAILURES as error:
-        raise CaptureError(
-            f"a hook on an activation needs more than the values of the tensors that it reads, or what the forward makes after it\n"
-            f"  at {line}\n  given these values it raises {type(error).__name__}: {first_line(error)}{IN_A_PART}"
-        ) from error
+        raised = f"{type(error).__name__}: {first_line(error)}"
+        raise CaptureError(f"{hook} needs more than {needs}\n  at {line}\n  given gradients of zeros it raises {raised}{remedy}") from error
     if outside.read:
         raise CaptureError(
-            f"a hook on an activation reads {outside.read} through the model, which may be on other ranks in backward\n  at {line}\n"
-            f"  what to do: let it read the tensor by a variable of the forward"
+            f"{hook} reads {outside.read} through the model, which may be on other ranks in backward\n  at {line}\n  what to do: {reading}"
         )
-    return found is None and grad._version == 0
+    return found
 
 
 def refuse_left(held: Iterable[object], left: Collection[str]) -> None:

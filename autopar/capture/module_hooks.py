@@ -4,7 +4,6 @@ two regions, of which the first gives the second what leads back (`autopar.run.b
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,17 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar import generators
 from autopar.capture.applied import backward_hooks_made_by
-from autopar.capture.export import FAILURES
-from autopar.capture.hooked import Call, Outside
-from autopar.capture.source import first_line
+from autopar.capture.hooked import Call, tried
 from autopar.errors import CaptureError
 from autopar.run.backward_hooks import BackwardHooks, Entered, Returned
+from autopar.run.closed import function_of
 from autopar.run.region import Place, Region, within
 
 __all__ = ["Around", "calls_noted", "calls_traced"]
 
+_IN_THE_LOOP = "let it keep the gradients (detached), and compute in the loop"
 _ALIKE = "\n  what to do: call it alike whether torch.compiler.is_compiling() or not, or take the hooks away"
 
 
@@ -176,32 +174,24 @@ def _call(path: str, module: nn.Module, given: tuple[Tensor, ...], made: tuple[T
 
 def _try(hooks: BackwardHooks, given: tuple[Tensor, ...], made: tuple[Tensor, ...], line: str, names: Mapping[int, str]) -> bool:
     """Call the hooks as backward will, on gradients of zeros; whether they give none, and do not write to these."""
-    outside = Outside(names)
-    try:
-        with torch.no_grad(), generators.kept(), outside:
-            to_results, to_arguments = (tuple(map(torch.zeros_like, tensors)) for tensors in (made, given))
-            of_results = hooks.of_results(to_results)
-            of_arguments = hooks.of_arguments(to_arguments, of_results) if given else ()
-    except FAILURES as error:
-        raise CaptureError(
-            f"a backward hook of a module needs more than the gradients that it is given\n  at {line}\n  given zeros it raises "
-            f"{type(error).__name__}: {first_line(error)}\n  what to do: let it keep the gradients (detached), and compute in the loop"
-        ) from error
-    if outside.read:
-        raise CaptureError(
-            f"a backward hook of a module reads {outside.read} through the model, which may be on other ranks in backward\n  at {line}\n"
-            f"  what to do: let it keep the gradients (detached), and compute in the loop"
-        )
-    pairs = zip((*of_results, *of_arguments), (*to_results, *to_arguments), strict=True)
-    return all(a is b and b._version == 0 for a, b in pairs)
+
+    def observe() -> bool:
+        to_results, to_arguments = (tuple(map(torch.zeros_like, tensors)) for tensors in (made, given))
+        of_results = hooks.of_results(to_results)
+        of_arguments = hooks.of_arguments(to_arguments, of_results) if given else ()
+        pairs = zip((*of_results, *of_arguments), (*to_results, *to_arguments), strict=True)
+        return all(a is b and b._version == 0 for a, b in pairs)
+
+    return tried(
+        observe, line, names, hook="a backward hook of a module", needs="the gradients that it is given",
+        remedy=f"\n  what to do: {_IN_THE_LOOP}", reading=_IN_THE_LOOP,
+    )  # fmt: skip
 
 
 def _line_of(path: str, hooks: Sequence[Any]) -> str:
     """'file.py:12: the backward hook NAME on PATH', of the first that has code."""
     for hook in hooks:
-        function = hook.func if isinstance(hook, functools.partial) else hook
-        code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-        if code is not None:
-            name = code.co_qualname.replace(".<locals>", "")
+        if (function := function_of(hook)) is not None:
+            code, name = function.__code__, function.__qualname__.replace(".<locals>", "")
             return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}: the backward hook {name} on {path or 'the model'}"
     return f"the backward hook on {path or 'the model'}"

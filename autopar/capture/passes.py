@@ -203,6 +203,7 @@ def _passed(
     if not as_written and found.own_gradients and trains and not trace.metas[trace.loss].type.grad:
         raise OtherGradients(f"gradients of {trace.name} go through {found.own_gradients[0]} alone, as it is written")
     program = program_of(as_reshapes(trace), mutations, trains=trains)
+    program = program.replace(buffers=tuple(dataclasses.replace(b, assigned=b.fqn in found.assigned) for b in program.buffers))
     return _Passed(program, with_flows(trace, program), whole, originals, frozen)
 
 

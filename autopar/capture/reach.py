@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["HOOKS", "LruCache", "Reached", "Reads", "Search", "compares_objects", "is_foreign", "is_installed", "loaded_in", "stored_by"]
+__all__ = [
+    "HOOKS", "LruCache", "Reached", "Reads", "Search", "codes_of", "compares_objects", "is_foreign", "is_installed", "loaded_in",
+    "stored_by",
+]  # fmt: skip
 
 LruCache = functools._lru_cache_wrapper
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -365,7 +368,7 @@ def _imported(function: FunctionType) -> Iterator[ModuleType]:
 
 def _named(function: FunctionType) -> Iterator[ModuleType]:
     """The modules of which the names are strings in a function."""
-    for one in _codes(function.__code__):
+    for one in codes_of(function.__code__):
         for text in one.co_consts:
             if isinstance(text, str) and isinstance(found := sys.modules.get(text), ModuleType):
                 yield found
@@ -376,7 +379,7 @@ def _loads(code: CodeType) -> tuple[tuple[str, str], ...]:
     """In order, the names that code and what is defined in it load: a global, an attribute of what was loaded before, or another."""
     found = []
     chained = False
-    for one in _codes(code):
+    for one in codes_of(code):
         for i in dis.get_instructions(one):
             if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 found.append(("global", i.argval))
@@ -395,18 +398,19 @@ def _foreign_module(value: object) -> ModuleType | None:
     return value if isinstance(value, ModuleType) and is_foreign(value.__name__) else None
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes_of(code: CodeType) -> Iterator[CodeType]:
+    """Code, and that of what is defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from codes_of(constant)
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _getattr(code: CodeType) -> tuple[bool, bool]:
     """Of the calls of getattr and hasattr in code: whether one is given a name that is made there, and one that is held elsewhere."""
     made = from_data = False
-    for one in _codes(code):
+    for one in codes_of(code):
         depth, calls = 0, list[tuple[int, bool]]()  # of the stack below each open call; whether a string has been loaded for it
         for i in dis.get_instructions(one):
             if i.opname == "LOAD_GLOBAL" and i.argval in ("getattr", "hasattr"):
@@ -424,13 +428,13 @@ def _getattr(code: CodeType) -> tuple[bool, bool]:
 @functools.lru_cache(maxsize=1 << 14)
 def loaded_in(code: CodeType) -> frozenset[str]:
     """The names that code loads, and the strings in it, which may be names or keys; not what it only assigns."""
-    names = {str(i.argval) for one in _codes(code) for i in dis.get_instructions(one) if i.opcode in _LOADS}
-    return frozenset(names | {constant for one in _codes(code) for constant in one.co_consts if _is_name(constant)})
+    names = {str(i.argval) for one in codes_of(code) for i in dis.get_instructions(one) if i.opcode in _LOADS}
+    return frozenset(names | {constant for one in codes_of(code) for constant in one.co_consts if _is_name(constant)})
 
 
 def _stored(code: CodeType) -> Iterator[str]:
     """The globals that the code assigns: the first call may make them."""
-    for one in _codes(code):
+    for one in codes_of(code):
         if _STORE_GLOBAL in one.co_code[::2]:
             yield from (str(i.argval) for i in dis.get_instructions(one) if i.opcode == _STORE_GLOBAL)
 
@@ -438,7 +442,7 @@ def _stored(code: CodeType) -> Iterator[str]:
 @functools.lru_cache(maxsize=1 << 14)
 def compares_objects(code: CodeType) -> bool:
     """Whether code asks if two things are one (`a is b`), of which neither is a constant or a name of a class or a function's."""
-    for one in _codes(code):
+    for one in codes_of(code):
         before = ""
         for i in dis.get_instructions(one):
             if i.opname == "IS_OP" and before not in ("LOAD_CONST", "LOAD_GLOBAL"):

@@ -33,6 +33,7 @@ from autopar.capture.terms import as_terms
 from autopar.capture.walk import TABLES
 from autopar.run import outside_draws
 from autopar.run.autocast import ambient
+from autopar.run.closed import function_of
 from autopar.run.hooks import of_all_modules, of_calls, of_gradients
 from autopar.run.inputs import not_dense
 from autopar.run.region import Place, Region, within
@@ -82,10 +83,8 @@ def _hooks_that_may_leave(module: nn.Module) -> dict[CodeType, str]:
     named += [("any module", hook) for table in of_all_modules().values() for hook in table.values()]
     found: dict[CodeType, str] = {}
     for path, hook in named:
-        function = hook.func if isinstance(hook, functools.partial) else hook
-        function = function if isinstance(function, FunctionType | MethodType) else type(function).__call__
-        if isinstance(code := getattr(function, "__code__", None), CodeType) and not only_computes(hook):
-            found[code] = f"the hook {code.co_qualname.replace('.<locals>', '')} on {path}"
+        if (function := function_of(hook)) is not None and not only_computes(hook):
+            found[function.__code__] = f"the hook {function.__qualname__.replace('.<locals>', '')} on {path}"
     return found
 
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.appended import Appended, emptied
 from autopar.capture.applied import keeping_what_runs_again
 from autopar.capture.around import as_not_traced
+from autopar.capture.as_buffers import as_buffers, assigned_by_code
 from autopar.capture.aside import sparse_buffers_aside
 from autopar.capture.border import Stopped
 from autopar.capture.calls import Inputs, copied
@@ -28,6 +29,7 @@ from autopar.capture.made import holding
 from autopar.capture.own_gradients import own_gradients, runs_again
 from autopar.capture.passes import captured_by
 from autopar.capture.shaped import as_a_call_leaves_it
+from autopar.capture.state import State
 from autopar.capture.without_data import on_meta
 from autopar.errors import (
     BufferMade,
@@ -38,6 +40,7 @@ from autopar.errors import (
     NumbersChange,
     OtherGradients,
     SparseGradients,
+    TensorsChange,
 )
 from autopar.run.grad_mode import buffers_without_gradients
 from autopar.run.inputs import Arguments, arguments_of, given_as
@@ -89,6 +92,9 @@ def capture(
         return dataclasses.replace(found, tensors={v: of.get(id(t), t) for v, t in found.tensors.items()}) if of else found
 
 
+_TRIED_OTHERWISE = (Appended, BufferMade, DrawsOutside, NoLoss, NumbersChange, OtherGradients, SparseGradients, TensorsChange)
+
+
 class _Tries:
     """What is tried of one model. how: as of `captured_by`. changing: the places of numbers that the program takes as inputs. appended:
     lists to which calls append; made: those of them that a call makes, and where."""
@@ -103,9 +109,16 @@ class _Tries:
 
     def found(self, example: Inputs, check: bool) -> Captured:
         """example: where the model lies. check: as of `capture`."""
-        if not check:
-            return self._captured(example, 0.0)
-        found, notes = captured_and_compared(self._captured, example, _alike)
+        places = [] if self.model.training else assigned_by_code(self.model, self.loss)
+        made = [undo for place in places if (undo := as_buffers(self.model, [place], State.take(self.model, self.loss)))]
+        try:
+            if not check:
+                return self._captured(example, 0.0)
+            found, notes = captured_and_compared(self._captured, example, _alike)
+        except BaseException:
+            for undo in reversed(made):
+                undo()
+            raise
         return dataclasses.replace(found, program=found.program.replace(notes=(*found.program.notes, *notes))) if notes else found
 
     def _captured(self, example: Inputs, most: float) -> Captured:
@@ -158,6 +171,8 @@ class _Tries:
             except CaptureError as other:
                 self.changing = before
                 raise error from other
+        except TensorsChange as error:
+            return self._with_buffers(error, example, more)
         except BufferMade as error:
             begun = functools.partial(self._once, example, **more)
             return as_a_call_leaves_it(self.model, self.loss, inputs_in(self.dtype, example), begun, dtype=self.dtype, error=error)
@@ -166,12 +181,27 @@ class _Tries:
         with holding(self.model, found.made):
             return self._at_once(example, **more)
 
+    def _with_buffers(self, error: TensorsChange, example: Inputs, more: dict[str, Any]) -> Captured:
+        """With tensors that calls change as buffers, which they stay where a program holds for it."""
+        undo = as_buffers(self.model, error.places, State.take(self.model, self.loss))
+        if undo is None:
+            raise error
+        try:
+            found = self._once(example, **more)
+        except BaseException as other:
+            undo()
+            if isinstance(other, _TRIED_OTHERWISE) or not isinstance(other, CaptureError):
+                raise
+            raise error from other
+        said = f"each call changes {', '.join(error.places)}: followed as buffers, which no state_dict holds"
+        return dataclasses.replace(found, program=found.program.replace(notes=(*found.program.notes, said)))
+
     def _at_once(self, example: Inputs, **more: Any) -> Captured:
         """As the model runs; else, if it asks whether it is traced, as it does where it is."""
         with as_not_traced() as traced:
             try:
                 return self._by_the_passes(example, more)
-            except (Appended, BufferMade, DrawsOutside, NoLoss, NumbersChange, OtherGradients, SparseGradients):
+            except _TRIED_OTHERWISE:
                 raise
             except CaptureError:
                 if not traced.asked:

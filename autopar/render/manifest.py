@@ -78,6 +78,7 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
             stages=(stages := used.get(b.value, homes.get(b.value, (0,)))),
             written=writers.get(b.value, stages[-1] if b.mutated else None),  # batch norm writes to its own
             reread=b.mutated and b.value in reread,
+            assigned=b.assigned and b.mutated,
         )
         for b in local.buffers
     )

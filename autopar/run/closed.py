@@ -1,10 +1,11 @@
-"""Functions that hold tensors, by their closure, their defaults, or functools.partial: which these are, and the same over others; and what
-functions read by name."""
+"""Functions that hold tensors, by their closure, their defaults, or functools.partial: which these are, and the same over others; what code
+is behind what can be called, and what it reads by name."""
 
 from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from types import CellType, CodeType, FunctionType
@@ -13,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["closed_tensors", "is_named", "names_in", "over_tensors"]
+__all__ = ["closed_tensors", "function_of", "is_named", "names_in", "over_tensors"]
 
 
 def closed_tensors(function: Callable[..., Any]) -> tuple[Tensor, ...]:
@@ -60,14 +61,23 @@ def _within(value: Any, other: Callable[[Tensor], Tensor], made: dict[int, Any])
     return pytree.tree_map(leaf, value)
 
 
+def function_of(called: Any) -> FunctionType | None:
+    """The function whose code runs where something is called: that behind a partial, a method, or an object of the user's that can be
+    called; None if there is none in Python."""
+    while isinstance(called, functools.partial):
+        called = called.func
+    called = getattr(called, "__func__", called)
+    found = called if isinstance(called, FunctionType) else inspect.getattr_static(type(called), "__call__", None)
+    return found if isinstance(found, FunctionType) else None
+
+
 def names_in(function: Any) -> set[str]:
     """The names by which a function, one inside of it, or one of the same file that it calls reads attributes, variables outside of it, and
     items."""
     found, left, seen = set[str](), [function], set[Any]()
     while left:
         one = left.pop()
-        one = one.func if isinstance(one, functools.partial) else getattr(one, "__func__", one)
-        one = one if isinstance(one, CodeType | FunctionType) else vars(type(one)).get("__call__")
+        one = one if isinstance(one, CodeType) else function_of(one)
         code = getattr(one, "__code__", one)
         if not isinstance(code, CodeType) or code in seen:
             continue

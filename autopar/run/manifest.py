@@ -45,8 +45,8 @@ class BufferSpec:
     """One buffer, or a constant of the captured graph (then name is 'constant_N' and it is in no state_dict). region: the name stands
     for a submodule of the model that the stages run as it is written, which is given with the tensors. written: the stage that changes
     it, if one does: others that hold it too are given the new value at the end of a step; reread: the loss or an output is computed of what
-    it held before, which running statistics are not. parameter: in the model it is a frozen
-    parameter, which the forward writes to. aliases: its further names there."""
+    it held before, which running statistics are not. assigned: it is another tensor after a call, and who holds the one before keeps its
+    values. parameter: in the model it is a frozen parameter, which the forward writes to. aliases: its further names there."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,6 +60,7 @@ class BufferSpec:
     stages: tuple[int, ...] = (0,)
     written: int | None = None
     reread: bool = False
+    assigned: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Axis, Mesh
 from autopar.run.outside import Outside
-from autopar.run.part import become_part, become_whole, is_part, lies_of, local, own_attributes, part_like
+from autopar.run.part import as_part, become_part, become_whole, is_part, lies_of, local, own_attributes, part_like
 from autopar.run.parts import Part
 from autopar.run.plain import plainly
 from autopar.run.stepping import close_steps
@@ -180,9 +180,12 @@ class Tree:
         known = place.registry.get(place.key)
         lies.home = known.device if isinstance(known, Tensor) else self._device
         split = lies.split and not isinstance(here, FakeTensor)
-        if isinstance(known, Tensor) and not is_part(known):
+        if split and type(known) is Tensor and not (known.is_inference() or known.is_meta):
+            known.data = here  # the same object is the part: the user may hold it
+            here = as_part(known, lies)
+        elif isinstance(known, Tensor) and not is_part(known):
             here = _in_its_memory(known, here)
-        place.put(part_like(here, lies) if split else here)
+        place.put(part_like(here, lies) if split and not is_part(here) else here)
         for name in () if spec.persistent else names:
             path, _, last = name.rpartition(".")
             self._module(path)._non_persistent_buffers_set.add(last)
@@ -276,6 +279,14 @@ class Tree:
             place.put(part_like(here, lies))
             return here
         return found
+
+    def renew(self, names: Iterable[str]) -> None:
+        """Other tensors stand for some buffers, with their values: who holds the ones before keeps what they are."""
+        for name in names:
+            here, place = self.buffer(name), self.buffers[name]
+            known = place.registry[place.key]
+            made = here.clone(memory_format=torch.contiguous_format)
+            place.put(part_like(made, self.lies[name]) if is_part(known) else made)
 
     def gathered(self, name: str) -> Tensor:
         """Collective: a parameter or buffer of the model, whole, on every rank."""

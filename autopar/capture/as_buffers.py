@@ -1,0 +1,63 @@
+"""Tensors in attributes of modules that calls change and read again: followed as buffers are, as ones that no state_dict holds."""
+
+from __future__ import annotations
+
+import dis
+from collections import Counter
+from collections.abc import Callable, Collection
+from itertools import chain
+
+import torch
+from torch import nn
+
+from autopar.capture.follow import storage_of
+from autopar.capture.reach import codes_of
+from autopar.capture.state import State
+from autopar.run.region import within
+
+__all__ = ["as_buffers", "assigned_by_code"]
+
+
+def assigned_by_code(model: nn.Module, loss: object) -> list[str]:
+    """The names of the tensors in attributes of modules that code which may run assigns: a call in training mode may do so, where one in
+    evaluation mode does not."""
+    held = [(path, name) for path, m in model.named_modules() for name, x in vars(m).items() if type(x) is torch.Tensor]
+    if not held:
+        return []
+    codes = (code for function in State.take(model, loss).reached.functions for code in codes_of(function.__code__))
+    assigned = {i.argval for code in codes for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
+    return [within(path, name) for path, name in held if name in assigned]
+
+
+def as_buffers(model: nn.Module, places: Collection[str], state: State) -> Callable[[], None] | None:
+    """Make buffers of the tensors in attributes of modules at some places of a model's picture, and give what makes them attributes again;
+    None where one of them cannot be: it is elsewhere, needs a gradient, shares memory with another tensor, or a class has its name. They
+    are in no state_dict, as before."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    tensors = chain(model.parameters(), model.buffers(), {id(t): t for t in state.tensors.values()}.values())
+    sharing = Counter(storage_of(t) for t in tensors if t.layout == torch.strided)
+    found: list[tuple[nn.Module, str, torch.Tensor]] = []
+    for place in places:
+        path, _, name = place.rpartition(".")
+        module = modules.get(path)
+        tensor = None if module is None else vars(module).get(name)
+        if module is None or type(tensor) is not torch.Tensor or hasattr(type(module), name):
+            return None
+        if tensor.requires_grad or tensor.layout != torch.strided or sharing[storage_of(tensor)] > 1:
+            return None
+        found.append((module, name, tensor))
+    before = [(module, dict(vars(module))) for module in {id(m): m for m, _, _ in found}.values()]
+
+    def undo() -> None:
+        for module, name, tensor in found:
+            delattr(module, name)
+            vars(module)[name] = tensor
+        for module, attributes in before:  # in the order in which they were
+            now = vars(module)
+            for key in attributes:
+                now[key] = now.pop(key)
+
+    for module, name, tensor in found:
+        del vars(module)[name]
+        module.register_buffer(name, tensor, persistent=False)
+    return undo

@@ -1,0 +1,197 @@
+"""Programs whose modules keep tensors in plain attributes that each call changes, and programs that hold on to what was there before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks._traps_kit import HIDDEN, Compile, Net, Results, batch, program, seeded, sgd, state, train
+
+KIND = "plain"
+
+
+class _Averaging(Net):
+    """Subtracts a running mean of its activations, which is a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(HIDDEN)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return h - self.mean
+
+
+@program(KIND)
+def mean_in_an_attribute(compile: Compile) -> Results:
+    """Read in the loop after each step; it is in no state_dict."""
+    model = compile(seeded(_Averaging), example_inputs=batch())
+    optimizer, seen = sgd(model), []
+    for k in range(3):
+        optimizer.zero_grad()
+        model(*batch(k)).backward()
+        optimizer.step()
+        seen.append(model.mean.norm().item())
+    return {"seen": seen, "mean": model.mean.clone(), "keys": sorted(model.state_dict()), "state": state(model)}
+
+
+@program(KIND)
+def mean_in_an_attribute_evaluated_first(compile: Compile) -> Results:
+    """Planned on the first call, which evaluates, as Lightning's sanity check does."""
+    model = compile(seeded(_Averaging))
+    losses = []
+    for k in range(2):
+        model.eval()
+        with torch.no_grad():
+            losses.append(model(*batch(9)).item())
+        model.train()
+        losses += train(model, inputs=[batch(k)])
+    return {"losses": losses, "mean": model.mean.clone(), "state": state(model)}
+
+
+@program(KIND)
+def mean_in_an_attribute_set_by_the_loop(compile: Compile) -> Results:
+    """To zeros between epochs, by another tensor, in place, and in a part of it."""
+    model = compile(seeded(_Averaging), example_inputs=batch())
+    losses = train(model)
+    model.mean = torch.zeros(HIDDEN)
+    losses += train(model)
+    model.mean.zero_()
+    losses += train(model)
+    with torch.no_grad():
+        model.mean[: HIDDEN // 2] = 0.5
+    losses += train(model)
+    return {"losses": losses, "mean": model.mean.clone(), "state": state(model)}
+
+
+class _Whitened(nn.Module):
+    """A mean and a count of calls, under no_grad in a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center, self.calls = torch.zeros(1, HIDDEN), torch.tensor(0)
+
+    @torch.no_grad()
+    def update(self, h: Tensor) -> None:
+        self.calls += 1
+        self.center = self.center + (h.mean(0, keepdim=True) - self.center) / self.calls
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.update(h)
+        return h - self.center
+
+
+class _Twice(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = _Whitened(), _Whitened()
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h: Tensor = self.after(self.blocks(self.before(torch.tanh(self.first(x)))))
+        return h
+
+
+@program(KIND, plans=("dp2tp2",))
+def centers_in_parts(compile: Compile) -> Results:
+    model = compile(seeded(_Twice), example_inputs=batch())
+    losses = train(model)
+    of = {"before": model.before.center.clone(), "after": model.after.center.clone(), "calls": model.after.calls.item()}
+    return {"losses": losses, **of, "state": state(model)}
+
+
+class _InPlace(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(HIDDEN)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        self.total.mul_(0.5).add_(h.detach().mean(0))
+        return h * (1 + self.total)
+
+
+@program(KIND)
+def total_that_the_loop_holds(compile: Compile) -> Results:
+    """By a name from before compile and one from before the first call, both of which follow what is written in place."""
+    net = seeded(_InPlace)
+    early = net.total
+    model = compile(net)
+    late = model.total
+    losses = train(model)
+    return {"losses": losses, "early": early.clone(), "late": late.clone(), "now": model.total.clone()}
+
+
+def _held_means(model: Any) -> Results:
+    """What is assigned anew leaves the tensor before it as it is."""
+    means: list[Tensor] = []
+    optimizer = sgd(model)
+    for k in range(3):
+        optimizer.zero_grad()
+        model(*batch(k)).backward()
+        optimizer.step()
+        means.append(model.mean)
+    return {f"mean {k}": mean.clone() for k, mean in enumerate(means)}
+
+
+@program(KIND)
+def means_that_the_loop_holds(compile: Compile) -> Results:
+    return _held_means(compile(seeded(_Averaging), example_inputs=batch()))
+
+
+@program(KIND)
+def buffers_that_the_loop_holds(compile: Compile) -> Results:
+    """The same with a buffer, also as it stands in a state_dict from before the last step."""
+
+    class Registered(_Averaging):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.mean
+            self.register_buffer("mean", torch.zeros(HIDDEN))
+
+    model = compile(seeded(Registered), example_inputs=batch())
+    train(model)
+    kept = model.state_dict()["mean"]
+    return {**_held_means(model), "kept": kept.clone()}
+
+
+@program(KIND)
+def buffer_written_in_place_that_the_loop_holds(compile: Compile) -> Results:
+    class Registered(_InPlace):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.total
+            self.register_buffer("total", torch.zeros(HIDDEN))
+
+    net = seeded(Registered)
+    early = net.total
+    model = compile(net, example_inputs=batch())
+    late = model.total
+    losses = train(model)
+    return {"losses": losses, "early": early.clone(), "late": late.clone(), "state": state(model)}
+
+
+class _Sum(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.running, self.batches = torch.tensor(0.0), 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        loss = super().forward(x, y)
+        self.running = self.running + loss.detach()
+        self.batches += 1
+        return loss
+
+
+@program(KIND)
+def running_loss_in_an_attribute(compile: Compile) -> Results:
+    """Beside a count that is a number; printed and begun anew by the loop."""
+    model, said = compile(seeded(_Sum), example_inputs=batch()), []
+    for _ in range(2):
+        train(model)
+        said.append(f"{float(model.running) / model.batches:.4f}")
+        model.running, model.batches = torch.tensor(0.0), 0
+    return {"said": said, "state": state(model)}

@@ -1,0 +1,129 @@
+"""Tensors in plain attributes of modules that calls change are followed as buffers; who holds what was there before keeps it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.errors import CaptureError
+from benchmarks._traps import PROGRAMS
+from benchmarks._traps_run import Judge
+from tests.stateful_models import build, equal, snapshot
+from tests.test_capture_state import run_three_times
+
+pure = pytest.mark.pure
+HERE = sorted(name for name, program in PROGRAMS.items() if program.kind == "plain")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", HERE)
+def test_they_are_those_of_one_process(name: str, judge: Judge) -> None:
+    assert judge.not_right(name, ("dp2", "zero3", "pp2", *PROGRAMS[name].plans)) == []
+
+
+def average(m: Any, x: Tensor) -> Tensor:
+    m.plain = 0.9 * m.plain + x.mean(0)
+    return m.linear(x) - m.plain
+
+
+def average_that_is_not_used(m: Any, x: Tensor) -> Tensor:
+    m.plain = 0.9 * m.plain + x.mean(0)
+    return m.linear(x)
+
+
+def in_place(m: Any, x: Tensor) -> Tensor:
+    m.plain.add_(x.mean(0))
+    return m.linear(x) - m.plain
+
+
+@pure
+@pytest.mark.parametrize("fn", [average, average_that_is_not_used, in_place], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_they_become_buffers_of_no_state_dict(fn: Any, device: str) -> None:
+    model, inputs = build(fn, device)
+    plain, names, keys = model.plain, list(dict(model.named_buffers())), list(model.state_dict())
+    captured = capture(model, inputs)
+    (buffer,) = (b for b in captured.program.buffers if b.fqn == "plain")
+    assert (buffer.mutated, buffer.persistent, buffer.assigned) == (True, False, fn is not in_place)
+    assert [name for name, _ in model.named_buffers() if name not in names] == ["plain"] and list(model.state_dict()) == keys
+    assert model.plain is plain and (device == "meta" or torch.equal(plain, torch.zeros_like(plain)))
+    assert any("plain" in note for note in captured.program.notes)
+    if device == "cpu":
+        with torch.no_grad():
+            run_three_times(captured, model, [torch.randn(*inputs[0].shape) for _ in range(3)])
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(6, 6), torch.tensor(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (self.linear(x) / self.calls).pow(2).sum()
+
+
+@pure
+def test_a_count_of_one_element_is_as_it_was_before() -> None:
+    """torch.export has its value, and adds to it."""
+    model = Counting()
+    captured = capture(model, (torch.randn(8, 6),))
+    assert model.calls.item() == 0
+    (buffer,) = captured.program.buffers
+    assert buffer.fqn == "calls" and captured.tensors[buffer.value].item() == 0
+
+
+def beside_what_is_refused(m: Any, x: Tensor) -> Tensor:
+    m.plain = 0.9 * m.plain + x.mean(0)
+    m.cache = m.plain if m.cache is None else m.cache + m.plain
+    return m.linear(x) - m.cache
+
+
+@pure
+def test_what_cannot_be_captured_is_left_with_its_attributes() -> None:
+    model, inputs = build(beside_what_is_refused)
+    before, attributes = snapshot(model), list(vars(model))
+    with pytest.raises(CaptureError, match="changes"):
+        capture(model, inputs)
+    assert equal(before, snapshot(model)) and list(vars(model)) == attributes
+    assert "plain" in vars(model) and "plain" not in model._buffers
+
+
+class Shared(nn.Module):
+    """A tensor under two names, of which one is assigned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.one = torch.zeros(6)
+        self.other = self.one
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.one.add_(x.detach().mean(0))
+        return (self.linear(x) - self.other).pow(2).sum()
+
+
+class OfTheClass(nn.Module):
+    """A name that the class has too, which is found before a buffer is."""
+
+    mean: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.mean = torch.zeros(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        return (self.linear(x) - self.mean).pow(2).sum()
+
+
+@pure
+@pytest.mark.parametrize("kind", [Shared, OfTheClass])
+def test_what_cannot_be_a_buffer_is_refused_with_the_remedy(kind: type[nn.Module]) -> None:
+    with pytest.raises(CaptureError, match="what to do: .*buffer"):
+        capture(kind(), (torch.randn(8, 6),))
