@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.capture.as_buffers import as_buffers
+from autopar.capture.state import State
 from autopar.errors import CaptureError
 from benchmarks._traps import PROGRAMS
 from benchmarks._traps_run import Judge
-from tests.stateful_models import build, equal, snapshot
+from tests.stateful_models import SEEN, build, equal, snapshot
 from tests.test_capture_state import run_three_times
 
 pure = pytest.mark.pure
@@ -79,8 +81,8 @@ def test_a_count_of_one_element_is_as_it_was_before() -> None:
 
 def beside_what_is_refused(m: Any, x: Tensor) -> Tensor:
     m.plain = 0.9 * m.plain + x.mean(0)
-    m.cache = m.plain if m.cache is None else m.cache + m.plain
-    return m.linear(x) - m.cache
+    SEEN.append(len(SEEN))
+    return m.linear(x) - m.plain
 
 
 @pure
@@ -125,5 +127,8 @@ class OfTheClass(nn.Module):
 @pure
 @pytest.mark.parametrize("kind", [Shared, OfTheClass])
 def test_what_cannot_be_a_buffer_is_refused_with_the_remedy(kind: type[nn.Module]) -> None:
+    model = kind()
     with pytest.raises(CaptureError, match="what to do: .*buffer"):
-        capture(kind(), (torch.randn(8, 6),))
+        capture(model, (torch.randn(8, 6),))
+    assert not model._buffers
+    assert as_buffers(model, ["mean" if kind is OfTheClass else "one"], State.take(model)) is None
