@@ -34,7 +34,7 @@ def as_buffers(model: nn.Module, places: Collection[str], state: State) -> Calla
     None where one of them cannot be: it is elsewhere, needs a gradient, shares memory with another tensor, or a class has its name. They
     are in no state_dict, as before."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    tensors = chain(model.parameters(), model.buffers(), {id(t): t for t in state.tensors.values()}.values())
+    tensors = chain(model.parameters(), model.buffers(), state.tensors.values())
     sharing = Counter(storage_of(t) for t in tensors if t.layout == torch.strided)
     found: list[tuple[nn.Module, str, torch.Tensor]] = []
     for place in places:
