@@ -124,11 +124,64 @@ class OfTheClass(nn.Module):
         return (self.linear(x) - self.mean).pow(2).sum()
 
 
+class Answering(nn.Module):
+    """Has any name that is asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.one = nn.Linear(6, 6), torch.zeros(6)
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name in ("linear", "forward") else 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.one = 0.5 * self.one + x.detach().mean(0)
+        return (self.linear(x) - self.one).pow(2).sum()
+
+
 @pure
-@pytest.mark.parametrize("kind", [Shared, OfTheClass])
+@pytest.mark.parametrize("kind", [Shared, OfTheClass, Answering])
 def test_what_cannot_be_a_buffer_is_refused_with_the_remedy(kind: type[nn.Module]) -> None:
     model = kind()
     with pytest.raises(CaptureError, match="what to do: .*buffer"):
         capture(model, (torch.randn(8, 6),))
-    assert not model._buffers
+    assert not model._buffers and not model._non_persistent_buffers_set
     assert as_buffers(model, ["mean" if kind is OfTheClass else "one"], State.take(model)) is None
+
+
+class InATuple(OfTheClass):
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = (torch.zeros(6), torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.means = tuple(0.5 * mean + x.detach().mean(0) for mean in self.means)
+        return (self.linear(x) - self.means[0] * self.means[1]).pow(2).sum()
+
+
+class FromNone(OfTheClass):
+    def __init__(self) -> None:
+        super().__init__()
+        self.began = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        self.began = mean if self.began is None else 0.5 * self.began + mean
+        return (self.linear(x) - self.began).pow(2).sum()
+
+
+@pure
+@pytest.mark.parametrize(
+    ("kind", "remedy"), [(InATuple, "each tensor in an attribute of its own"), (FromNone, "begin with a tensor of its shape")]
+)
+def test_the_remedy_says_how_it_would_be_followed(kind: type[nn.Module], remedy: str) -> None:
+    with pytest.raises(CaptureError, match=remedy):
+        capture(kind(), (torch.randn(8, 6),))
+
+
+@pure
+def test_what_begins_with_none_is_followed_after_a_call() -> None:
+    model, x = FromNone(), torch.randn(8, 6)
+    model(x)
+    captured = capture(model, (x,))
+    assert [b.fqn for b in captured.program.buffers] == ["began"]

@@ -50,7 +50,8 @@ def as_buffers(model: nn.Module, places: Collection[str], state: State) -> Calla
 
     def undo() -> None:
         for module, name, tensor in found:
-            delattr(module, name)
+            module._buffers.pop(name, None)
+            module._non_persistent_buffers_set.discard(name)
             vars(module)[name] = tensor
         for module, attributes in before:  # in the order in which they were
             now = vars(module)
@@ -59,5 +60,8 @@ def as_buffers(model: nn.Module, places: Collection[str], state: State) -> Calla
 
     for module, name, tensor in found:
         del vars(module)[name]
+        if hasattr(module, name):  # by a __getattr__ of the user's
+            undo()
+            return None
         module.register_buffer(name, tensor, persistent=False)
     return undo

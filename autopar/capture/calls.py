@@ -232,7 +232,7 @@ def call_twice(
             raise NumbersChange(said_once(type(model).__name__, once) if once else text, kept_numbers)
         moved = {path: change for path, change in moved.items() if path not in made_of_tensors}
         moved |= {c.path: c for c in settled if c.path in arrays and c.path not in made_of_tensors}
-        written = refuse_changing(type(model).__name__, list(moved.values()), read)
+        written = refuse_changing(type(model).__name__, list(moved.values()), read, start=start)
         at_once = frozenset(c.path for c in settled)
         left = left_by(start, first, second, written, traced, counts, paths, numbers=numbers, moved=followed, once=at_once)
         made_here = made_of(settled, in_the_state(model))
@@ -380,9 +380,12 @@ def _computed(
         return [path for path in paths if watch.has(made.get(path))]
 
 
-def refuse_changing(name: str, changes: list[Change], read: Collection[str], *, given: bool = True) -> tuple[str, ...]:
+def refuse_changing(
+    name: str, changes: list[Change], read: Collection[str], *, given: bool = True, start: State | None = None
+) -> tuple[str, ...]:  # fmt: skip
     """The paths at which each call puts a new tensor that no call reads. CaptureError if anything else is among the changes. given: the
-    parallel module can give what is put there; else it is as if it were read, but in attributes."""
+    parallel module can give what is put there; else it is as if it were read, but in attributes. start: before the first call, to say what
+    there was."""
     written, wrong = [], []
     for change in changes:
         if (given or of_a_module(change.path)) and _is_output(change) and change.path not in read:
@@ -391,23 +394,28 @@ def refuse_changing(name: str, changes: list[Change], read: Collection[str], *, 
             wrong.append(change)
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        grows = any(isinstance(c.before, Shape) and isinstance(c.after, Shape) and c.before.size != c.after.size for c in wrong)
-        if grows:
-            remedy = "return what is kept there (with outputs='all'), and let the loop keep it"
-        else:
-            remedy = (
-                "keep it in a tensor registered as a buffer (register_buffer; buffers are followed when the forward assigns or changes "
-                "them), or change it outside of the forward: let the loop set it before the call"
-            )
         said = (
             f"each call of {name} changes {'; '.join(map(str, wrong[:3]))}{more}: state that is not in a buffer, which a graph does not "
-            f"have\n  what to do: {remedy}"
+            f"have\n  what to do: {_remedy(wrong, start)}"
         )
         if all(change.of_numbers for change in wrong):
             raise NumbersChange(said, [change.path for change in wrong])
         tensors = [change.path for change in wrong if isinstance(change.before, torch.Tensor)]
         raise TensorsChange(said, tensors) if tensors else CaptureError(said)
     return tuple(written)
+
+
+def _remedy(changes: Sequence[Change], start: State | None) -> str:
+    """What to do about state that goes on changing. start: as of `refuse_changing`."""
+    if any(isinstance(c.before, Shape) and isinstance(c.after, Shape) and c.before.size != c.after.size for c in changes):
+        return "return what is kept there (with outputs='all'), and let the loop keep it"
+    registered = "registered as a buffer (register_buffer; buffers are followed when the forward assigns or changes them)"
+    tensors = [change.path for change in changes if isinstance(change.before, torch.Tensor)]
+    if any(path.endswith("]") for path in tensors):
+        return f"keep each tensor in an attribute of its own, {registered}"
+    if start is not None and any(not isinstance(start.leaves.get(path), torch.Tensor) for path in tensors):
+        return f"let it begin with a tensor of its shape, {registered}; or call the model once before compiling it"
+    return f"keep it in a tensor {registered}, or change it outside of the forward: let the loop set it before the call"
 
 
 def _is_output(change: Change) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks._traps_kit import HIDDEN, Compile, Net, Results, batch, program, seeded, sgd, state, train
+from benchmarks._traps_kit import CLASSES, HIDDEN, WIDTH, Compile, Net, Results, batch, program, seeded, sgd, state, train
 
 KIND = "plain"
 
@@ -195,3 +196,32 @@ def running_loss_in_an_attribute(compile: Compile) -> Results:
         said.append(f"{float(model.running) / model.batches:.4f}")
         model.running, model.batches = torch.tensor(0.0), 0
     return {"said": said, "state": state(model)}
+
+
+class _Stateful(nn.Module):
+    """Goes on from batch to batch with the state that the last one has left, cut off from its graph."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.embed, self.rnn, self.head = nn.Linear(WIDTH, HIDDEN), nn.LSTM(HIDDEN, HIDDEN, batch_first=True), nn.Linear(HIDDEN, CLASSES)
+        self.samples = samples
+        self.reset()
+
+    def reset(self) -> None:
+        self.h, self.c = torch.zeros(1, self.samples, HIDDEN), torch.zeros(1, self.samples, HIDDEN)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out, (h, c) = self.rnn(torch.relu(self.embed(x)), (self.h, self.c))
+        self.h, self.c = h.detach(), c.detach()
+        return F.cross_entropy(self.head(out).flatten(0, 1), y.flatten())
+
+
+@program(KIND)
+def recurrent_state_from_batch_to_batch(compile: Compile) -> Results:
+    """Truncated backpropagation through time; a method of the model begins each epoch anew."""
+    x, y = (torch.stack([batch(k)[i] for k in range(6)], 1) for i in (0, 1))
+    model, losses = compile(seeded(_Stateful, len(x))), []
+    for _ in range(2):
+        model.reset()
+        losses += train(model, inputs=[(x[:, k : k + 2], y[:, k : k + 2]) for k in (0, 2, 4)])
+    return {"losses": losses, "h": model.h.clone(), "c": model.c.clone(), "state": state(model)}
