@@ -41,8 +41,9 @@ TOLERANCE = 1e-3  # relative, of every step's loss in float32: sums are taken in
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     """One training run. memory_bytes: growth of the resident set (CPU) or allocated memory (GPU) from before the model was built to the
-    peak of its steps, None where the system does not tell. A smaller model has been trained then, so that code is not counted. It is of
-    another run, of few steps, in which the allocator of a CPU gives back at once what is not in use, and is slower for it."""
+    peak of its steps but the first, None where the system does not tell. A smaller model has been trained then, so that code is not
+    counted. It is of another run, of few steps, in which the allocator of a CPU gives back at once what is not in use, and is slower for
+    it."""
 
     losses: tuple[float, ...]
     step_times_s: tuple[float, ...]
@@ -205,12 +206,14 @@ def memory_of_worker(batches: Tensor, plan_file: str) -> int | None:
 
 
 def _grown(small: Callable[[], nn.Module], large: Callable[[], nn.Module], batches: Tensor, device: str) -> int | None:
-    """Bytes by which the memory of this process grows while a model is built and trained, after a small one has loaded the code."""
+    """Bytes by which the memory of this process grows while a model is built and trained, after a small one has loaded the code. Of the
+    steps after the first ones, in which what the loop holds of a call beside the loss is captured too."""
     give_back_at_once()
     _train(small(), batches[:WARM_UP, :, :SMALL_SEQUENCE], "", device)
     give_back()
     before = now_bytes()
     model = large()
+    _train(model, batches[:WARM_UP], "", device)
     give_back()  # what it took to capture and to build
     forget_peak()
     _train(model, batches[: WARM_UP + 1], "", device)
@@ -252,6 +255,7 @@ def outcome_text(outcome: Outcome) -> str:
     curves = table(("step", "one process", "loss", words, "loss", "difference"), rows)
     tokens = BATCH * SEQUENCE
     kind = "allocated" if torch.cuda.is_available() else "resident set, growth to its peak; what is freed is given back at once"
+    kind = f"{kind}; after the first {WARM_UP} steps"
     memory = bytes_text(outcome.fullest_memory_bytes) if outcome.fullest_memory_bytes is not None else "not told by this system"
     figures = table(
         ("", "one process", words, "predicted"),
