@@ -329,6 +329,10 @@ class Tree:
                     f"the buffers {names} were one tensor when the model was compiled, and are not any more. Write new values into it "
                     f"(copy_), or compile the changed model"
                 )
+        for name, place in self.buffers.items():
+            found = place.registry.get(place.key)
+            if found is not None and self.lies[name].split and not (is_part(found) or isinstance(found, FakeTensor)):
+                self.buffer(name)  # what the loop has put there is a part on all ranks, also on those that do not use it
         with plainly():
             for place, param, name in self._places:
                 if place.registry.get(place.key) is not param:

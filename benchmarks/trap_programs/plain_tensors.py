@@ -126,6 +126,16 @@ def total_that_the_loop_holds(compile: Compile) -> Results:
     return {"losses": losses, "early": early.clone(), "late": late.clone(), "now": model.total.clone()}
 
 
+@program(KIND)
+def total_begun_anew_by_the_loop(compile: Compile) -> Results:
+    """Another tensor of the loop's, to which the forward then adds, read on all ranks."""
+    model = compile(seeded(_InPlace))
+    losses = train(model)
+    model.total = torch.zeros(HIDDEN)
+    losses += train(model)
+    return {"losses": losses, "norm": model.total.norm().item(), "total": model.total.clone()}
+
+
 def _held_means(model: Any) -> Results:
     """What is assigned anew leaves the tensor before it as it is."""
     means: list[Tensor] = []
