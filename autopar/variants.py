@@ -23,6 +23,7 @@ from autopar.axes import BATCH
 from autopar.capture import Captured, captured_alike, program_hash
 from autopar.capture.assembled import differentiable_throughout
 from autopar.capture.export import each_output
+from autopar.capture.state import State
 from autopar.errors import CaptureError, PlanError
 from autopar.ir import Buffer, Param, Program, refs
 from autopar.planner import Plan, complete
@@ -34,6 +35,7 @@ from autopar.run.grad_mode import with_gradients
 from autopar.run.hooks import of_calls
 from autopar.run.inputs import positional_names
 from autopar.run.manifest import ParamSpec
+from autopar.run.part import is_part
 from autopar.run.together import decided_by_rank_0, done_by_all
 from autopar.run.varying import Varying
 from autopar.unfrozen import unplanned_text
@@ -44,6 +46,12 @@ __all__ = ["Variants", "names_read", "tensors_of"]
 _A_TOOL = (
     "\n  or: if the hooks on its layers are those of a tool that looks into models (a summary, attributions), give it the original with "
     "whole parameters: with model.full_parameters(): tool(model.original, ...)"
+)
+
+
+_PARTS = (
+    "\n  or: {} is made of parts of parameters, of which no rank has the whole: make what the forward reads inside of `with "
+    "model.full_parameters(write=False):`, of whole parameters"
 )
 
 
@@ -165,6 +173,8 @@ class Variants:
         try:
             return again()
         except CaptureError as error:
+            if found := next((path for path, t in State.take(self._model, self._loss).tensors.items() if is_part(t)), ""):
+                raise CaptureError(f"{error}{_PARTS.format(found)}") from error
             if type(error) is not CaptureError or not any(map(of_calls, self._model.modules())):
                 raise
             raise CaptureError(f"{error}{_A_TOOL}") from error

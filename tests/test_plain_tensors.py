@@ -18,13 +18,21 @@ from tests.stateful_models import SEEN, build, equal, snapshot
 from tests.test_capture_state import run_three_times
 
 pure = pytest.mark.pure
-HERE = sorted(name for name, program in PROGRAMS.items() if program.kind == "plain")
+REFUSED = {"two_buffers_made_one_by_the_loop": "are one tensor since the last call"}
+HERE = sorted(name for name, program in PROGRAMS.items() if program.kind == "plain" and name not in REFUSED)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", HERE)
 def test_they_are_those_of_one_process(name: str, judge: Judge) -> None:
     assert judge.not_right(name, ("dp2", "zero3", "pp2", *PROGRAMS[name].plans)) == []
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_be_right_is_refused(name: str, judge: Judge) -> None:
+    for plan, verdict, text in judge.not_right(name, ("dp2", "zero3", "pp2")):
+        assert verdict == "refused" and REFUSED[name] in text, (plan, text)
 
 
 def average(m: Any, x: Tensor) -> Tensor:
@@ -93,6 +101,19 @@ def test_what_cannot_be_captured_is_left_with_its_attributes() -> None:
         capture(model, inputs)
     assert equal(before, snapshot(model)) and list(vars(model)) == attributes
     assert "plain" in vars(model) and "plain" not in model._buffers
+
+
+def made_one_and_written(m: Any, x: Tensor) -> Tensor:
+    m.other = m.ema
+    m.ema.add_(x.detach().mean(0))
+    return m.linear(x) - m.other
+
+
+@pure
+def test_buffers_that_the_forward_makes_one_and_writes_to_are_refused() -> None:
+    """Later calls would write to both."""
+    with pytest.raises(CaptureError, match="makes one tensor of the buffers other and ema"):
+        capture(*build(made_one_and_written))
 
 
 class Shared(nn.Module):

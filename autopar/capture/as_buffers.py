@@ -6,6 +6,7 @@ import dis
 from collections import Counter
 from collections.abc import Callable, Collection
 from itertools import chain
+from types import CodeType
 
 import torch
 from torch import nn
@@ -15,18 +16,29 @@ from autopar.capture.reach import codes_of
 from autopar.capture.state import State
 from autopar.run.region import within
 
-__all__ = ["as_buffers", "assigned_by_code"]
+__all__ = ["as_buffers", "changed_by_code"]
 
 
-def assigned_by_code(model: nn.Module, loss: object) -> list[str]:
-    """The names of the tensors in attributes of modules that code which may run assigns: a call in training mode may do so, where one in
-    evaluation mode does not."""
+def changed_by_code(model: nn.Module, loss: object) -> list[str]:
+    """The names of the tensors in attributes of modules that code which may run assigns, or may write to in place: a call in training mode
+    may do so, where one in evaluation mode does not."""
     held = [(path, name) for path, m in model.named_modules() for name, x in vars(m).items() if type(x) is torch.Tensor]
     if not held:
         return []
-    codes = (code for function in State.take(model, loss).reached.functions for code in codes_of(function.__code__))
-    assigned = {i.argval for code in codes for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
-    return [within(path, name) for path, name in held if name in assigned]
+    changed = set[str]()
+    for function in State.take(model, loss).reached.functions:
+        for code in codes_of(function.__code__):
+            made = list(dis.get_instructions(code))
+            changed |= {i.argval for i in made if i.opname == "STORE_ATTR"}
+            writes = any(i.opname == "STORE_SUBSCR" for i in made) or "out" in _words(code)
+            if writes or any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
+                changed |= {*code.co_names}
+    return [within(path, name) for path, name in held if name in changed]
+
+
+def _words(code: CodeType) -> set[object]:
+    """The names of keyword arguments that code gives."""
+    return {word for const in code.co_consts if isinstance(const, tuple) for word in const}
 
 
 def as_buffers(model: nn.Module, places: Collection[str], state: State) -> Callable[[], None] | None:

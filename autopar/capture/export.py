@@ -29,7 +29,7 @@ from autopar.capture.applied import Function, applied_by, backward_hooks_told, h
 from autopar.capture.around import as_called
 from autopar.capture.attributes import Attributes
 from autopar.capture.cumulative import weighed_by_tensors
-from autopar.capture.follow import Ask, AtTheBorder, Registries, follow
+from autopar.capture.follow import Ask, AtTheBorder, Registries, follow, storage_of
 from autopar.capture.held import Opaque
 from autopar.capture.hidden import Hidden
 from autopar.capture.infer import states_of_lstms
@@ -162,7 +162,7 @@ class Step(nn.Module):
                     arrays = frozenset(path for path in numbers if type(_number(end.leaves[path])) is TracedArray)
                     modes = registries.modes()
                     assigned = registries.assigned()
-                    others_now = frozenset(a.name for a in assigned)
+                    others_now = frozenset(a.name for a in assigned if storage_of(a.new) != storage_of(a.old))
                     ends.append(End(end, returns, returned, tape.answers(), shows, numbers, arrays, modes, around_loss, varied, others_now))
                     kept = (result, *others, *left, *(a.new for a in assigned), *end.tensors.values())
                     tape.use(kept, "the end of the forward")

@@ -70,6 +70,7 @@ class Registries:
             )  # fmt: skip
             for name, m in model.named_modules()
         ]
+        self._versions = {id(b): b._version for r in self._before for b in r.buffers.values() if b is not None and not b.is_inference()}
 
     def assigned(self) -> list[Assigned]:
         """What the call assigned to buffers. Raises CaptureError if it changed anything else that is registered."""
@@ -83,9 +84,22 @@ class Registries:
                 if old is None or new is old:
                     continue
                 _check_assigned(f"{registry.prefix}{name}", old, new, names[id(old)])
+                self._check_apart(f"{registry.prefix}{name}", new)
                 assert new is not None
                 assigned.append((f"{registry.prefix}{name}", old, new))
         return [Assigned(name, old, new, shared=storage_of(new) in olds) for name, old, new in assigned]
+
+    def _check_apart(self, name: str, new: torch.Tensor | None) -> None:
+        """CaptureError where a buffer is another one from now on, to which the call writes in place, as later ones would to both."""
+        if new is None or self._versions.get(id(new), new._version) == new._version:
+            return
+        for registry in self._before:
+            for other, tensor in registry.buffers.items():
+                if tensor is new and registry.module._buffers.get(other) is new:
+                    raise CaptureError(
+                        f"the forward makes one tensor of the buffers {name} and {registry.prefix}{other}, and writes to it in place\n"
+                        f"  what to do: put a copy there (clone())"
+                    )
 
     def modes(self) -> tuple[tuple[nn.Module, bool], ...]:
         """The modules whose training mode the call has set to another, and to which."""

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.appended import Appended, emptied
 from autopar.capture.applied import keeping_what_runs_again
 from autopar.capture.around import as_not_traced
-from autopar.capture.as_buffers import as_buffers, assigned_by_code
+from autopar.capture.as_buffers import as_buffers, changed_by_code
 from autopar.capture.aside import sparse_buffers_aside
 from autopar.capture.border import Stopped
 from autopar.capture.calls import Inputs, copied
@@ -109,7 +109,7 @@ class _Tries:
 
     def found(self, example: Inputs, check: bool) -> Captured:
         """example: where the model lies. check: as of `capture`."""
-        places = [] if self.model.training else assigned_by_code(self.model, self.loss)
+        places = [] if self.model.training else changed_by_code(self.model, self.loss)
         made = [undo for place in places if (undo := as_buffers(self.model, [place], State.take(self.model, self.loss)))]
         try:
             if not check:

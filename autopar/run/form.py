@@ -118,6 +118,7 @@ class Form:
         self.written = frozenset(spec.name for spec in manifest.buffers if spec.written is not None)  # buffers that the forward changes
         self.reread = [spec.name for spec in manifest.buffers if spec.reread]  # of whose values before it computes what it returns
         self.assigned = [spec.name for spec in manifest.buffers if spec.assigned]  # that are other tensors after a call
+        self.in_place = self.written.difference(self.assigned)
         self.read_alone = [spec.name for spec in manifest.buffers if not spec.region and spec.name not in self.written]
         # buffers that other stages hold than the one that changes them: the name, the writing rank, the ranks that hold it
         written = [spec for spec in manifest.buffers if spec.written is not None and len(mesh.pp_ranks(spec.stages)) > 1]

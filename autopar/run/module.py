@@ -266,6 +266,7 @@ class ParallelModule(AsOriginal):
         may_be_read = self._may_be_read(form)
         beside = differentiates and form.gives_more and not form.open  # gradients may come to it
         before = {name: tree.buffer(name).clone() for name in form.reread} if may_be_read or beside else {}
+        tree.check_apart(form.in_place)
         tree.renew(form.assigned)
         try:
             with self._random.of_a_call(draws=manifest.draws):

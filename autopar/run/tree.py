@@ -113,6 +113,7 @@ class Tree:
             for key, child in module._modules.items()
         ]
         self.planned_buffers = frozenset(name for name, _ in root.named_buffers(remove_duplicate=False))
+        self._one: list[tuple[str, str]] = []  # buffers that the loop has made one tensor
         self._moved: dict[str, StorageWeakRef] = {}  # by name, the memory that a parameter had before
         self.leaves = Leaves()
         self._outside = Outside(manifest.model, mesh, self.params)
@@ -181,6 +182,7 @@ class Tree:
         lies.home = known.device if isinstance(known, Tensor) else self._device
         split = lies.split and not isinstance(here, FakeTensor)
         if split and type(known) is Tensor and not (known.is_inference() or known.is_meta):
+            self._moved[spec.name] = StorageWeakRef(known.untyped_storage())
             known.data = here  # the same object is the part: the user may hold it
             here = as_part(known, lies)
         elif isinstance(known, Tensor) and not is_part(known):
@@ -329,10 +331,7 @@ class Tree:
                     f"the buffers {names} were one tensor when the model was compiled, and are not any more. Write new values into it "
                     f"(copy_), or compile the changed model"
                 )
-        for name, place in self.buffers.items():
-            found = place.registry.get(place.key)
-            if found is not None and self.lies[name].split and not (is_part(found) or isinstance(found, FakeTensor)):
-                self.buffer(name)  # what the loop has put there is a part on all ranks, also on those that do not use it
+        self._take_buffers_of_the_loop()
         with plainly():
             for place, param, name in self._places:
                 if place.registry.get(place.key) is not param:
@@ -360,6 +359,32 @@ class Tree:
                     self.held[name].trains = trains
             counts = self.asks_what_trains and len(frozen) < len(self._trainable) + len(unfrozen)  # what is frozen
             self.otherwise = (*unfrozen, *(frozen if counts else ()))
+
+    def _take_buffers_of_the_loop(self) -> None:
+        """Collective: what the loop has put in the places of buffers lies as these do, on all ranks, also on those that do not use it."""
+        by_id: dict[int, str] = {}
+        self._one = []
+        for name, place in self.buffers.items():
+            found, lies = place.registry.get(place.key), self.lies[name]
+            if found is None or isinstance(found, FakeTensor):
+                continue
+            if (other := by_id.setdefault(id(found), name)) != name:
+                self._one.append((other, name))
+            if is_part(found) and lies_of(found) is not lies:  # type: ignore[arg-type]  # of a parameter, or of another buffer
+                whole = lies_of(found).gather(local(found)) if lies_of(found).split else local(found)  # type: ignore[arg-type]
+                place.put(whole.clone() if lies.split else whole)
+            if lies.split and not is_part(place.registry[place.key]):
+                self.buffer(name)
+
+    def check_apart(self, written: Collection[str]) -> None:
+        """ValueError where the loop has made one tensor of two buffers, to one of which the forward writes in place: it would write to
+        both. written: these buffers."""
+        for one, other in self._one:
+            if not {one, other}.isdisjoint(written):
+                raise ValueError(
+                    f"the buffers {one} and {other} are one tensor since the last call, and the forward writes to it: put a copy there "
+                    f"(clone()), or compile the changed model"
+                )
 
     def _check_buffers(self) -> None:
         """ValueError for a buffer through which a gradient would go: there is none through what a plan holds."""

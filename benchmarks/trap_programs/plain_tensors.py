@@ -235,3 +235,97 @@ def recurrent_state_from_batch_to_batch(compile: Compile) -> Results:
         model.reset()
         losses += train(model, inputs=[(x[:, k : k + 2], y[:, k : k + 2]) for k in (0, 2, 4)])
     return {"losses": losses, "h": model.h.clone(), "c": model.c.clone(), "state": state(model)}
+
+
+class _Imprinted(Net):
+    """A head made of weights, as of prototypes: a buffer that the loop sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("prototypes", torch.zeros(CLASSES, HIDDEN))
+
+    def logits(self, x: Tensor) -> Tensor:
+        h = self.hidden(x)
+        return self.head(h) + h @ self.prototypes.T
+
+
+@program(KIND, plans=("dp2tp2",))
+def buffer_set_from_a_parameter(compile: Compile) -> Results:
+    """Which lies otherwise than the buffer does."""
+    model = compile(seeded(_Imprinted), example_inputs=batch())
+    losses = train(model)
+    model.prototypes = model.head.weight.detach().clone() * 0.5
+    losses += train(model)
+    return {"losses": losses, "state": state(model)}
+
+
+class _InPlaceInTraining(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(HIDDEN)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        if self.training:
+            self.total.mul_(0.5).add_(h.detach().mean(0))
+        return h * (1 + self.total)
+
+
+@program(KIND)
+def total_evaluated_first(compile: Compile) -> Results:
+    model = compile(seeded(_InPlaceInTraining))
+    model.eval()
+    with torch.no_grad():
+        losses = [model(*batch(9)).item()]
+    model.train()
+    losses += train(model)
+    return {"losses": losses, "total": model.total.clone()}
+
+
+class _Snapshots(Net):
+    """A buffer that is written in place, and one that the loop sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("now", torch.zeros(HIDDEN))
+        self.register_buffer("then", torch.zeros(HIDDEN))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        self.now.mul_(0.5).add_(h.detach().mean(0))
+        return h - self.then
+
+
+@program(KIND)
+def two_buffers_made_one_by_the_loop(compile: Compile) -> Results:
+    """On one process what is written to the one is in the other."""
+    model = compile(seeded(_Snapshots), example_inputs=batch())
+    losses = train(model)
+    model.then = model.now
+    losses += train(model)
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND, remedy_of="two_buffers_made_one_by_the_loop")
+def snapshot_of_a_buffer_by_the_loop(compile: Compile) -> Results:
+    model = compile(seeded(_Snapshots), example_inputs=batch())
+    losses = train(model)
+    model.then = model.now.clone()
+    losses += train(model)
+    return {"losses": losses, "state": state(model)}
+
+
+@program(KIND)
+def buffer_that_becomes_itself(compile: Compile) -> Results:
+    """Another object with the same memory: who holds the one before sees what is written."""
+
+    class Detached(_InPlace):
+        def hidden(self, x: Tensor) -> Tensor:
+            h = Net.hidden(self, x)
+            self.total = self.total.mul_(0.5).add_(h.detach().mean(0)).detach()
+            return h * (1 + self.total)
+
+    model = compile(seeded(Detached), example_inputs=batch())
+    held = model.total
+    losses = train(model)
+    return {"losses": losses, "held": held.clone(), "now": model.total.clone()}
