@@ -27,7 +27,7 @@ from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Axis, Mesh
 from autopar.run.outside import Outside
-from autopar.run.part import as_part, become_part, become_whole, is_part, lies_of, local, own_attributes, part_like
+from autopar.run.part import as_part, become_part, become_whole, is_part, lies_of, local, memory_of, own_attributes, part_like
 from autopar.run.parts import Part
 from autopar.run.plain import plainly
 from autopar.run.stepping import close_steps
@@ -371,10 +371,18 @@ class Tree:
             if (other := by_id.setdefault(id(found), name)) != name:
                 self._one.append((other, name))
             if is_part(found) and lies_of(found) is not lies:  # type: ignore[arg-type]  # of a parameter, or of another buffer
-                whole = lies_of(found).gather(local(found)) if lies_of(found).split else local(found)  # type: ignore[arg-type]
-                place.put(whole.clone() if lies.split else whole)
+                if lies_of(found).split:  # type: ignore[arg-type]
+                    self._check_not_of_a_parameter(name, found)
+                place.put(lies_of(found).gather(local(found)) if lies_of(found).split else local(found))  # type: ignore[arg-type]
             if lies.split and not is_part(place.registry[place.key]):
                 self.buffer(name)
+
+    def _check_not_of_a_parameter(self, name: str, found: Tensor) -> None:
+        """ValueError for a buffer that has the memory of a parameter, which it would follow."""
+        memory = memory_of(found)  # type: ignore[arg-type]
+        for of, param in self.params.items():
+            if is_part(param) and memory_of(param) is memory:  # type: ignore[arg-type]
+                raise ValueError(f"the buffer {name} has been given the memory of the parameter {of}: give it a copy (.detach().clone())")
 
     def check_apart(self, written: Collection[str]) -> None:
         """ValueError where the loop has made one tensor of two buffers, to one of which the forward writes in place: it would write to

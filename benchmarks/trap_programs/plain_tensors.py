@@ -259,6 +259,16 @@ def buffer_set_from_a_parameter(compile: Compile) -> Results:
     return {"losses": losses, "state": state(model)}
 
 
+@program(KIND)
+def buffer_that_follows_a_parameter(compile: Compile) -> Results:
+    """It has the parameter's memory, which is in parts."""
+    model = compile(seeded(_Imprinted), example_inputs=batch())
+    losses = train(model)
+    model.prototypes = model.head.weight.data
+    losses += train(model)
+    return {"losses": losses, "state": state(model)}
+
+
 class _InPlaceInTraining(Net):
     def __init__(self) -> None:
         super().__init__()
