@@ -163,7 +163,7 @@ class Variants:
         return emitted
 
     def _captured(self, inputs: Any, why: str, *, varying: Varying, **how: Any) -> Captured:
-        again = functools.partial(captured_alike, self._model, inputs, apart=self._apart, dtype=self._dtype, **how)
+        again = functools.partial(captured_alike, self._model, inputs, apart=self._apart, dtype=self._dtype, again=True, **how)
         if varying:
             with contextlib.suppress(CaptureError):
                 return again(varying=varying)

@@ -20,20 +20,21 @@ __all__ = ["as_buffers", "changed_by_code"]
 
 
 def changed_by_code(model: nn.Module, loss: object) -> list[str]:
-    """The names of the tensors in attributes of modules that code which may run assigns, or may write to in place: a call in training mode
-    may do so, where one in evaluation mode does not."""
+    """The names of the tensors in attributes of modules that code which may run reads, and assigns or may write to in place: a call in
+    training mode may do so, where one in evaluation mode does not."""
     held = [(path, name) for path, m in model.named_modules() for name, x in vars(m).items() if type(x) is torch.Tensor]
     if not held:
         return []
-    changed = set[str]()
+    changed, read = set[str](), set[str]()
     for function in State.take(model, loss).reached.functions:
         for code in codes_of(function.__code__):
             made = list(dis.get_instructions(code))
             changed |= {i.argval for i in made if i.opname == "STORE_ATTR"}
+            read |= {i.argval for i in made if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
             writes = any(i.opname == "STORE_SUBSCR" for i in made) or "out" in _words(code)
             if writes or any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
                 changed |= {*code.co_names}
-    return [within(path, name) for path, name in held if name in changed]
+    return [within(path, name) for path, name in held if name in changed & read]
 
 
 def _words(code: CodeType) -> set[object]:

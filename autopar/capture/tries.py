@@ -64,6 +64,7 @@ def capture(
     data: bool = True,
     beside: Callable[[Arguments], Captured] | None = None,
     varying: Varying = NO_NUMBERS,
+    again: bool = False,
 ) -> Captured:
     """The model's forward pass to its scalar loss as a Program, in the model's present mode (train or eval).
 
@@ -78,7 +79,9 @@ def capture(
     torch.no_grad() that uses what is frozen alone, it may do without. sizes: the values of buffers may decide sizes (`h[:, self.mask]`),
     for which the program holds then; else what they decide runs as it is written. data: without it the model is captured as if all of it
     were on the meta device. beside: gives of inputs another program of the model, which is compared too. varying: numbers
-    that the program takes as inputs; those that each call changes are among them in any case. The model is left as it was.
+    that the program takes as inputs; those that each call changes are among them in any case. again: the model has been captured before,
+    so that what stands in its attributes may be of a call, and differ from rank to rank. The model is left as it was, but that plain
+    tensors which its calls change are buffers from then on (`as_buffers`).
     Raises CaptureError with the line of the model's source and what to do, NoLoss if there is no loss.
     """
     arguments = arguments_of(example_inputs)
@@ -86,7 +89,7 @@ def capture(
         how: dict[str, Any] = {"outputs": outputs, "written": written, "trains": trains, "sizes": sizes, "beside": beside}
         how["asked_of"] = given_as(example_inputs)
         try:
-            found = with_what_is_imported(lambda: _Tries(model, loss, dtype, varying, how).found(_beside(model, arguments), check))
+            found = with_what_is_imported(lambda: _Tries(model, loss, dtype, varying, how).found(_beside(model, arguments), check, again))
         except Stopped as error:
             raise CaptureError(str(error)) from error.__cause__
         return dataclasses.replace(found, tensors={v: of.get(id(t), t) for v, t in found.tensors.items()}) if of else found
@@ -107,9 +110,9 @@ class _Tries:
         self.appended: list[list[Any]] = []
         self.made: list[tuple[Place, list[Any]]] = []
 
-    def found(self, example: Inputs, check: bool) -> Captured:
-        """example: where the model lies. check: as of `capture`."""
-        places = [] if self.model.training else changed_by_code(self.model, self.loss)
+    def found(self, example: Inputs, check: bool, again: bool) -> Captured:
+        """example: where the model lies. check, again: as of `capture`."""
+        places = [] if self.model.training or again else changed_by_code(self.model, self.loss)
         made = [undo for place in places if (undo := as_buffers(self.model, [place], State.take(self.model, self.loss)))]
         try:
             if not check:
