@@ -54,7 +54,7 @@ def as_buffers(model: nn.Module, places: Collection[str], state: State) -> Calla
         path, _, name = place.rpartition(".")
         module = modules.get(path)
         tensor = None if module is None else vars(module).get(name)
-        if module is None or type(tensor) is not torch.Tensor or hasattr(type(module), name):
+        if module is None or type(tensor) is not torch.Tensor:
             return None
         if tensor.requires_grad or tensor.layout != torch.strided or sharing[storage_of(tensor)] > 1:
             return None
@@ -73,7 +73,7 @@ def as_buffers(model: nn.Module, places: Collection[str], state: State) -> Calla
 
     for module, name, tensor in found:
         del vars(module)[name]
-        if hasattr(module, name):  # by a __getattr__ of the user's
+        if hasattr(module, name):  # by its class, or by a __getattr__ of the user's
             undo()
             return None
         module.register_buffer(name, tensor, persistent=False)
