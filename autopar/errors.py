@@ -34,20 +34,20 @@ class BufferMade(CaptureError):
     """A call gives a buffer another shape, or dtype, than it has."""
 
 
-class NumbersChange(CaptureError):
-    """Each call of the model changes numbers that stand in attributes. places: where, as the picture of a model names it."""
+class StateChanges(CaptureError):
+    """Each call of the model changes what no graph has. places: where, as the picture of a model names it."""
 
     def __init__(self, message: str = "", places: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.places = tuple(places)
 
 
-class TensorsChange(CaptureError):
-    """Each call of the model changes tensors that are neither parameters nor buffers. places: as of NumbersChange."""
+class NumbersChange(StateChanges):
+    """Each call of the model changes numbers that stand in attributes."""
 
-    def __init__(self, message: str = "", places: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.places = tuple(places)
+
+class TensorsChange(StateChanges):
+    """Each call of the model changes tensors that are neither parameters nor buffers."""
 
 
 class OtherGradients(CaptureError):

@@ -16,17 +16,18 @@ from autopar.capture.reach import codes_of
 from autopar.capture.state import State
 from autopar.run.region import within
 
-__all__ = ["as_buffers", "changed_by_code"]
+__all__ = ["as_buffers", "foreseen"]
 
 
-def changed_by_code(model: nn.Module, loss: object) -> list[str]:
-    """The names of the tensors in attributes of modules that code which may run reads, and assigns or may write to in place: a call in
-    training mode may do so, where one in evaluation mode does not."""
+def foreseen(model: nn.Module, loss: object) -> list[Callable[[], None]]:
+    """Make buffers of the tensors in attributes of modules that code which may run reads, and assigns or may write to in place, where they
+    can be: a call in training mode may do so, where one in evaluation mode does not. Gives what undoes it, one after another."""
     held = [(path, name) for path, m in model.named_modules() for name, x in vars(m).items() if type(x) is torch.Tensor]
     if not held:
         return []
     changed, read = set[str](), set[str]()
-    for function in State.take(model, loss).reached.functions:
+    state = State.take(model, loss)
+    for function in state.reached.functions:
         for code in codes_of(function.__code__):
             made = list(dis.get_instructions(code))
             changed |= {i.argval for i in made if i.opname == "STORE_ATTR"}
@@ -34,7 +35,8 @@ def changed_by_code(model: nn.Module, loss: object) -> list[str]:
             writes = any(i.opname == "STORE_SUBSCR" for i in made) or "out" in _words(code)
             if writes or any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
                 changed |= {*code.co_names}
-    return [within(path, name) for path, name in held if name in changed & read]
+    places = [within(path, name) for path, name in held if name in changed & read]
+    return [undo for place in places if (undo := as_buffers(model, [place], state))][::-1]
 
 
 def _words(code: CodeType) -> set[object]:

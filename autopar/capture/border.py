@@ -21,7 +21,7 @@ from autopar import generators
 from autopar.capture.answers import NONE, Answers
 from autopar.capture.around import as_called
 from autopar.capture.attributes import Asked, Attributes
-from autopar.capture.calls import Call, Calls, Inputs, call_twice, copied, refuse_changing
+from autopar.capture.calls import Call, Calls, Inputs, call_twice, copied, refuse_changing, values_as_before
 from autopar.capture.draws import OTHER_DRAWS, drawn_outside
 from autopar.capture.export import FAILURES, HOOK, End, Step, as_exported, export, objective_of, own_gradients
 from autopar.capture.held import ABSENT, REGISTERED, Opaque, child, describe
@@ -36,7 +36,6 @@ from autopar.capture.varying import Numbers
 from autopar.errors import AutoparError, CaptureError, DrawsOutside
 from autopar.run import outside_draws
 from autopar.run.outputs import Returned
-from autopar.run.part import is_part
 from autopar.run.plain import plainly
 from autopar.run.varying import NONE as NONE_VARIES
 from autopar.run.varying import Varied
@@ -79,20 +78,6 @@ class TracedCall:
         return [name for name in self.own_gradients if name.startswith(HOOK)]
 
 
-def _numbers(start: State) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
-    """The plain tensors of one element, their versions, and copies: torch.export writes to these themselves where the forward does, as it
-    knows their values."""
-    found = {id(t): t for t in start.tensors.values() if t.layout == torch.strided and t.numel() == 1 and not (t.is_meta or is_part(t))}
-    return [(t, t._version, t.detach().clone()) for t in found.values() if not t.is_inference()]
-
-
-def _put_back(before: Sequence[tuple[torch.Tensor, int, torch.Tensor]]) -> None:
-    with torch.no_grad():
-        for tensor, version, value in before:
-            if tensor._version != version:
-                tensor.detach().copy_(value)
-
-
 def traced(
     model: nn.Module, loss: Loss, inputs: Inputs, start: State, *, outputs: bool | None = False, hidden: Hidden | None = None,
     answers: bool = True, sizes: bool = True, leaves: Sequence[str] = (), numbers: bool = False, varying: Numbers | None = None,
@@ -102,14 +87,16 @@ def traced(
     may be asked for; sizes: also where it is a size. leaves, numbers, varying: as of Step."""
     hidden = hidden or Hidden(())
     ends: list[End] = []
-    random, numbers_before = generators.states(), _numbers(start)
+    random = generators.states()
+    # torch.export knows the values of plain tensors of one element, and writes to these themselves where the forward does
+    of_one = [t for t in start.tensors.values() if t.numel() == 1 and not t.is_meta]
     attributes = Attributes(model, start.reached.names)
     step = Step(
         model, loss, start, ends, ask=asked, attributes=attributes, outputs=outputs, hidden=hidden, answers=answers, sizes=sizes,
         leaves=leaves, inputs=inputs, numbers=numbers, varying=varying,
     )  # fmt: skip
     try:
-        with own_gradients() as unseen, drawn_outside() as drawn:
+        with values_as_before(of_one), own_gradients() as unseen, drawn_outside() as drawn:
             exported = export(step, *inputs, hidden)
         changes = tuple(c for c in start.changes(ends[-1].state) if not (_stands_in(c) or _stands_still(c, start)))
         if not generators.same(random):  # a trace draws nothing
@@ -132,7 +119,6 @@ def traced(
         step.tape.forget()
         generators.restore(random)
         start.restore()
-        _put_back(numbers_before)
         _clear_traced(start.reached.caches)
     return TracedCall(
         exported=exported, changes=changes, own_gradients=tuple(unseen), drawn=tuple(drawn), returns=ends[-1].returns,

@@ -46,6 +46,7 @@ from autopar.run.varying import Number, Varied
 
 __all__ = [
     "Call", "Calls", "call_twice", "copied", "differentiated", "gradients_of", "left_as_it_was", "refuse_changing",
+    "values_as_before",
 ]  # fmt: skip
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -538,13 +539,22 @@ def _as_before(model: nn.Module, start: State, params: Iterable[torch.Tensor] = 
 @contextlib.contextmanager
 def _plain_as_before(start: State) -> Iterator[None]:
     """All that the State shows is as before afterwards; parameters and buffers are as they are."""
-    others = [(t, t._version, t.detach().clone()) for t in start.tensors.values() if not (t.is_inference() or is_part(t))]
+    with values_as_before(start.tensors.values()):
+        try:
+            yield
+        finally:
+            start.restore()
+
+
+@contextlib.contextmanager
+def values_as_before(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """What is written to these tensors inside is undone afterwards; parts, and tensors of inference mode, are as they are."""
+    before = [(t, t._version, t.detach().clone()) for t in tensors if not (t.is_inference() or is_part(t))]
     try:
         yield
     finally:
-        start.restore()
         with torch.no_grad():
-            for tensor, version, value in others:
+            for tensor, version, value in before:
                 if tensor._version != version or (tensor.layout == torch.strided and not tensor.is_meta and not tensor.equal(value)):
                     tensor.detach().copy_(value)
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.appended import Appended, emptied
 from autopar.capture.applied import keeping_what_runs_again
 from autopar.capture.around import as_not_traced
-from autopar.capture.as_buffers import as_buffers, changed_by_code
+from autopar.capture.as_buffers import as_buffers, foreseen
 from autopar.capture.aside import sparse_buffers_aside
 from autopar.capture.border import Stopped
 from autopar.capture.calls import Inputs, copied
@@ -112,14 +112,13 @@ class _Tries:
 
     def found(self, example: Inputs, check: bool, again: bool) -> Captured:
         """example: where the model lies. check, again: as of `capture`."""
-        places = [] if self.model.training or again else changed_by_code(self.model, self.loss)
-        made = [undo for place in places if (undo := as_buffers(self.model, [place], State.take(self.model, self.loss)))]
+        made = [] if self.model.training or again else foreseen(self.model, self.loss)
         try:
             if not check:
                 return self._captured(example, 0.0)
             found, notes = captured_and_compared(self._captured, example, _alike)
         except BaseException:
-            for undo in reversed(made):
+            for undo in made:
                 undo()
             raise
         return dataclasses.replace(found, program=found.program.replace(notes=(*found.program.notes, *notes))) if notes else found
