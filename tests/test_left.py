@@ -3,6 +3,8 @@ call computes is refused; caches are neither."""
 
 from __future__ import annotations
 
+import random
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -106,6 +108,45 @@ def test_a_number_of_values_that_is_what_it_was_before_is_left_out() -> None:
     guards.leave({})
     assert left_out(model.number, "number") and left_out(model.calls, "calls")
     assert left_out(model.table["many"], "table['many']") and left_out(model.sizes[0], "sizes[0]")
+
+
+def test_a_text_of_a_value_is_left_out() -> None:
+    def told(m: Any, x: Tensor) -> Tensor:
+        h = m.linear(x)
+        m.made = f"mean {h.mean().item():.3f}"
+        return h
+
+    model, guards = build(told)
+    guards.leave({})
+    assert left_out(model.made, "made")
+
+
+def test_the_time_that_no_call_reads_is_left_out() -> None:
+    """Nor what else is another number in each call by itself."""
+
+    def timed(m: Any, x: Tensor) -> Tensor:
+        m.started = time.perf_counter()
+        h = m.linear(x)
+        m.table["took"], m.number = time.perf_counter() - m.started, random.random()
+        m.sizes.append(time.perf_counter())
+        return h
+
+    model, guards = build(timed)
+    for _ in range(2):
+        assert guards.changed() is None
+        guards.leave({})
+    assert left_out(model.started, "started") and left_out(model.table["took"], "table['took']") and left_out(model.number, "number")
+    assert len(model.sizes) == 2 and left_out(model.sizes[0], "sizes[0]")
+
+
+def test_the_time_that_the_next_call_reads_is_refused() -> None:
+    def timed(m: Any, x: Tensor) -> Tensor:
+        h = m.linear(x) * (1 if time.perf_counter() > m.number else 2)
+        m.number = time.perf_counter()
+        return h
+
+    with pytest.raises(CaptureError, match="number"):
+        build(timed)
 
 
 def test_a_list_that_the_loop_puts_there_is_filled() -> None:

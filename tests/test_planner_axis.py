@@ -22,7 +22,7 @@ from autopar.planner.axis import AxisModel, AxisProblem, AxisSolution, AxisSolve
 from autopar.planner.choices import Choices, Group, choices
 from autopar.planner.moments import batched_inputs
 from autopar.planner.partition import UNSOLVED
-from autopar.planner.problems import axis_problem
+from autopar.planner.problems import axis_leaves, axis_problem
 from autopar.planner.search import AS_ONE_OF_MANY
 from autopar.planner.shard import Assignment, view_of
 from autopar.planner.solved import Solved, restricted
@@ -297,6 +297,8 @@ def test_a_micro_batch_takes_the_assignment_of_a_whole_batch() -> None:
     of_part = shared.on_axis("tp", mesh, part, form).assignment
     assert of_part.ops == {op.name: of_whole.ops[op.name] for op in part.ops}
     assert set(of_part.leaves) == {x.value for x in part.leaves} and all(of_part.leaves[v] == I for v in made)
+    taken, may = restricted(Solved(whole, of_whole, UNSOLVED), part), axis_leaves(part, "tp", mesh.tp)
+    assert taken is not None and all(taken.leaves[v] in may.get(v, (I,)) for v in taken.leaves)
     problem = alone.problem("tp", mesh, body(alone, 2), form)
     own = alone.on_axis("tp", mesh, body(alone, 2), form).assignment
     assert objective_of(problem, stated(problem, of_part)) == pytest.approx(objective_of(problem, stated(problem, own)), rel=0.01)

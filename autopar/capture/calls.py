@@ -225,6 +225,10 @@ def call_twice(
         made_of_tensors = {path for path in numbers if _is_in(path, paths) or path in vary}
         taken = functools.partial(State.take, model, loss, start)
         made_of_tensors |= not_read({*numbers} - made_of_tensors, second, lambda: _called(model, loss, inputs), taken)
+        by_themselves = {path for path, change in moved.items() if change.of_numbers} - {*numbers}  # the time; draws
+        unread = by_themselves - {path for path in by_themselves if _is_in(path, paths)}
+        if unread == not_read(unread, second, lambda: _called(model, loss, inputs), taken):
+            made_of_tensors |= by_themselves
         refuse_once(type(model).__name__, kept_by_what_happens_once(vary & {*numbers}, numbers, settled, start))
         if kept_numbers := [path for path in numbers_kept(traced, numbers, start) if path not in made_of_tensors]:
             text = f"each call of {type(model).__name__} makes a number of values of tensors, and reads it in the next: {kept_numbers[0]}"
@@ -235,7 +239,9 @@ def call_twice(
         moved |= {c.path: c for c in settled if c.path in arrays and c.path not in made_of_tensors}
         written = refuse_changing(type(model).__name__, list(moved.values()), read, start=start)
         at_once = frozenset(c.path for c in settled)
-        left = left_by(start, first, second, written, traced, counts, paths, numbers=numbers, moved=followed, once=at_once)
+        left = left_by(
+            start, first, second, written, traced, counts, paths, numbers={*numbers, *by_themselves}, moved=followed, once=at_once
+        )  # fmt: skip
         made_here = made_of(settled, in_the_state(model))
     once = [c.path for c in settled if isinstance(c.after, torch.Tensor)]
     once += [name for name, was in writes[0].items() if writes[1][name] != was and writes[1][name] == writes[2][name]]
