@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 __all__ = [
     "AutoparError", "CaptureError", "CheckpointError", "Infeasible", "LaunchError", "NoLoss", "PlanError", "RenderError",
@@ -47,7 +47,12 @@ class NumbersChange(StateChanges):
 
 
 class TensorsChange(StateChanges):
-    """Each call of the model changes tensors that are neither parameters nor buffers."""
+    """Each call of the model changes tensors that are neither parameters nor buffers. begun: attributes and closures, among these places
+    or around them, that hold something else when the model is captured. attached: what a call leaves there requires a gradient."""
+
+    def __init__(self, message: str = "", places: Sequence[str] = (), *, begun: Collection[str] = (), attached: bool = False) -> None:
+        super().__init__(message, places)
+        self.begun, self.attached = frozenset(begun), attached
 
 
 class OtherGradients(CaptureError):

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -180,22 +180,24 @@ def observed(
     model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trainable: tuple[torch.Tensor, ...] | None,
     *, outputs: bool = False, frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (), leaves: Sequence[str] = (),
     appended: Sequence[list[Any]] = (), reseed: bool = True, varying: Numbers | None = None, as_written: bool = False,
+    anew: Collection[str] = (),
 ) -> Calls | None:  # fmt: skip
     """The model called twice: to be compared with the program, which needs gradients of `trainable`; without these (None: no data, or
     no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see. frozen, scales, leaves,
-    appended, reseed, varying: as of `call_twice`. as_written: some of it runs so, with its hooks."""
+    appended, reseed, varying, anew: as of `call_twice`. as_written: some of it runs so, with its hooks."""
     if trainable is not None:
         return call_twice(
             model, loss, inputs, start, trainable, traced=found.changes, compare=True, outputs=outputs, frozen=frozen, scales=scales,
             answers=found.answers, leaves=leaves, appended=appended, numbers=found.numbers, arrays=found.arrays,
             reseed=reseed, returned=found.returned, varied=found.varied, varying=varying, hooked=bool(found.hooks) or as_written,
+            anew=anew,
         )  # fmt: skip
     if not found.changes:
         return None
     try:
         return call_twice(
             model, loss, inputs, start, traced=found.changes, outputs=outputs, frozen=frozen, answers=found.answers, appended=appended,
-            numbers=found.numbers, arrays=found.arrays, returned=found.returned, varied=found.varied, varying=varying,
+            numbers=found.numbers, arrays=found.arrays, returned=found.returned, varied=found.varied, varying=varying, anew=anew,
         )  # fmt: skip
     except CaptureError as e:
         if e.__cause__ is None:

@@ -35,6 +35,7 @@ from autopar.capture.numbers import numbers_like
 from autopar.capture.once import Followed, kept_by_what_happens_once, numbers_kept, numbers_once, refuse_once, said_once
 from autopar.capture.said import Said, heard
 from autopar.capture.source import first_line
+from autopar.capture.standing import around, begin_anew, is_in
 from autopar.capture.state import Change, State
 from autopar.capture.varying import Numbers
 from autopar.errors import CaptureError, NumbersChange, TensorsChange
@@ -42,7 +43,7 @@ from autopar.run.outputs import Returned, dicts_given, taken_apart, written_into
 from autopar.run.outside_draws import from_seed
 from autopar.run.part import is_part
 from autopar.run.varying import NONE as NONE_VARIES
-from autopar.run.varying import Number, Varied
+from autopar.run.varying import Kind, Number, Varied
 
 __all__ = [
     "Call", "Calls", "call_twice", "copied", "differentiated", "gradients_of", "left_as_it_was", "refuse_changing",
@@ -65,7 +66,7 @@ class Call:
     scaled: Mapping[float, tuple[torch.Tensor | None, ...]]
     buffers: Mapping[str, torch.Tensor]
     returned: tuple[torch.Tensor, ...] = ()
-    numbers: tuple[Number, ...] = ()
+    numbers: tuple[Number | torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +139,7 @@ def call_twice(
     frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (), answers: Answers = NONE,
     leaves: Sequence[str] = (), appended: Sequence[list[Any]] = (), numbers: Collection[str] = (), arrays: Collection[str] = (),
     returned: Returned | None = None, varied: Varied = NONE_VARIES, varying: Numbers | None = None, hooked: bool = False,
+    anew: Collection[str] = (),
 ) -> Calls:  # fmt: skip
     """Calls the model twice, and leaves everything as it was. start: a State of it now. traced: what the trace of a call changed. compare:
     gradients are taken, of `parameters` and of the inputs that require one. outputs: what else the model returns is kept too. reseed:
@@ -146,7 +148,8 @@ def call_twice(
     the model's state: the second call is told the same. leaves: places of which the tensors that a call leaves there are outputs too.
     appended: lists to which each call appends, and which are empty before. numbers: the places at which the trace left a number that is
     made of a tensor, or an array; arrays: those of arrays. returned: what the trace returned. varied: the numbers that were inputs of the
-    trace; varying: gives them. hooked: hooks run in backward, as they do in the program: what they leave is in none of the states.
+    trace; varying: gives them. hooked: hooks run in backward, as they do in the program: what they leave is in none of the states. anew:
+    attributes and closures in which the second call finds again what the first did.
 
     Raises Appended for other such lists, CaptureError if the model goes on changing what is neither buffer nor cache, or writes to its
     inputs or to other parameters.
@@ -163,17 +166,20 @@ def call_twice(
             if number and answers.changed_of(model):
                 set_back = _set_back(_held(model, frozen, answers.names), first_values)
             given = copied(inputs)
-            now = varying.values() if varying else ()
+            if number and anew:
+                begin_anew(start, states[1], anew)
+            now = varying.detached() if varying else ()
             if number and varying and varied.changed(now):
                 now = varying.set_back(calls[0].numbers)
             made = _made(states) if number else {}
             watch = _Reads(made.values()) if made else contextlib.nullcontext()
             moving = _Writes(frozen) if frozen else contextlib.nullcontext()
             scaled = {}
+            own_errors = functools.partial(_own_errors, model, number, _attached(*states) if number else None)
             for scale in scales if compare else ():
-                with _own_errors(model, number), left_as_it_was(model, loss), from_seed(number, outside=reseed):
+                with own_errors(), left_as_it_was(model, loss), from_seed(number, outside=reseed):
                     scaled[scale] = _scaled(model, loss, inputs, start, parameters, scale, outputs=outputs, leaves=leaves)
-            with _own_errors(model, number), torch.enable_grad(), from_seed(number, outside=reseed):
+            with own_errors(), torch.enable_grad(), from_seed(number, outside=reseed):
                 wanted = (*parameters, *differentiated(given)) if compare else ()
                 dicts = dicts_given(*given)
                 before, versions = _marks(given), {name: p._version for name, p in model.named_parameters()}
@@ -209,35 +215,44 @@ def call_twice(
         if followed and varying:
             _moved_as_differentiated(model, loss, inputs, varied, varying.set_back(calls[0].numbers))
         moved = {path: change for path, change in moved.items() if path not in followed}
-        settled = tuple(c for c in start.changes(first) if c.path not in moved and c.path not in followed)
+        settled = tuple(c for c in start.changes(first) if not (c.path in moved or c.path in followed or is_in(c.path, anew)))
+
+        def further() -> Any:
+            begin_anew(start, second, anew)
+            if varying:
+                varying.detached()
+            return _called(model, loss, inputs)
+
         counts = [count for count in counts_between(start, first, second, traced) if count.path not in {*followed, *numbers}]
         if counts:
             whole = [c for c in counts if type(c.seen[1]) is int]
             tried = (counts, whole) if whole != counts else (counts,)
-            counts = next((x for some in tried if (x := only_added_to(some, lambda: _called(model, loss, inputs)))), [])
+            counts = next((x for some in tried if (x := only_added_to(some, further))), [])
         for count in counts:
             del moved[count.path]
         grown = [one for one in appended_between(start, first, second) if not any(one.items is items for items in appended)]
-        if lists := only_appended_to(grown, lambda: _called(model, loss, inputs)):
+        if lists := only_appended_to(grown, further):
             raise lists
         paths = frozenset(held.path for held in first.held if any(held.holder is items for items in appended))
         vary = {x.place.path for x in varied.leaves if x.place is not None}
         made_of_tensors = {path for path in numbers if _is_in(path, paths) or path in vary}
         taken = functools.partial(State.take, model, loss, start)
-        made_of_tensors |= not_read({*numbers} - made_of_tensors, second, lambda: _called(model, loss, inputs), taken)
+        made_of_tensors |= not_read({*numbers} - made_of_tensors, second, further, taken)
         by_themselves = {path for path, change in moved.items() if change.of_numbers} - {*numbers}  # the time; draws
         unread = by_themselves - {path for path in by_themselves if _is_in(path, paths)}
-        if unread == not_read(unread, second, lambda: _called(model, loss, inputs), taken):
+        if unread == not_read(unread, second, further, taken):
             made_of_tensors |= by_themselves
         refuse_once(type(model).__name__, kept_by_what_happens_once(vary & {*numbers}, numbers, settled, start))
-        if kept_numbers := [path for path in numbers_kept(traced, numbers, start) if path not in made_of_tensors]:
+        kept_numbers = [path for path in numbers_kept(traced, numbers, start) if path not in made_of_tensors and not is_in(path, anew)]
+        if kept_numbers:
             text = f"each call of {type(model).__name__} makes a number of values of tensors, and reads it in the next: {kept_numbers[0]}"
             text += "\n  what to do: keep it in a tensor registered as a buffer (register_buffer)"
             once = numbers_once(settled, traced, start)
             raise NumbersChange(said_once(type(model).__name__, once) if once else text, kept_numbers)
         moved = {path: change for path, change in moved.items() if path not in made_of_tensors}
         moved |= {c.path: c for c in settled if c.path in arrays and c.path not in made_of_tensors}
-        written = refuse_changing(type(model).__name__, list(moved.values()), read, start=start)
+        stand = {leaf.name for leaf in varied.leaves if isinstance(leaf.kind, Kind)}
+        written = refuse_changing(type(model).__name__, list(moved.values()), read - stand, start=start, first=first)
         at_once = frozenset(c.path for c in settled)
         left = left_by(
             start, first, second, written, traced, counts, paths, numbers={*numbers, *by_themselves}, moved=followed, once=at_once
@@ -285,10 +300,11 @@ def _moved_as_traced(
     states: after each call. numbers: the places of those that follow from tensors too."""
     for place, of in varied.moved:
         for call, state in zip(calls, states, strict=True):
-            if not same(state.leaves.get(place.path, ABSENT), of(call.numbers)):
+            if not same(state.leaves.get(place.path, ABSENT), of(call.numbers)):  # type: ignore[arg-type]
                 raise CaptureError(f"each call of {name} leaves in {place.path} a number that does not follow from numbers alone")
     moved = frozenset(place.path for place, _ in varied.moved)
-    stay = [x.place.path for x in varied.leaves if x.place is not None and x.place.path not in moved | {*numbers}]
+    others = (x.place.path for x in varied.leaves if x.place is not None and not isinstance(x.kind, Kind))
+    stay = [path for path in others if path not in moved | {*numbers}]
     for path in stay:
         if any(not same(before.leaves.get(path, ABSENT), state.leaves.get(path, ABSENT)) for before, state in pairwise(states)):
             raise CaptureError(f"each call of {name} leaves in {path} another number than its trace")
@@ -388,11 +404,12 @@ def _computed(
 
 
 def refuse_changing(
-    name: str, changes: list[Change], read: Collection[str], *, given: bool = True, start: State | None = None
+    name: str, changes: list[Change], read: Collection[str], *, given: bool = True, start: State | None = None,
+    first: State | None = None,
 ) -> tuple[str, ...]:  # fmt: skip
     """The paths at which each call puts a new tensor that no call reads. CaptureError if anything else is among the changes. given: the
-    parallel module can give what is put there; else it is as if it were read, but in attributes. start: before the first call, to say what
-    there was."""
+    parallel module can give what is put there; else it is as if it were read, but in attributes. start, first: before the first call and
+    after it, to say what there was."""
     written, wrong = [], []
     for change in changes:
         if (given or of_a_module(change.path)) and _is_output(change) and change.path not in read:
@@ -408,8 +425,22 @@ def refuse_changing(
         if all(change.of_numbers for change in wrong):
             raise NumbersChange(said, [change.path for change in wrong])
         tensors = [change.path for change in wrong if isinstance(change.before, torch.Tensor)]
+        if tensors and start is not None and first is not None:
+            raise _tensors_change(said, tensors, start, first)
         raise TensorsChange(said, tensors) if tensors else CaptureError(said)
     return tuple(written)
+
+
+def _tensors_change(said: str, paths: Sequence[str], start: State, first: State, *, attached: bool = False) -> TensorsChange:
+    """start, first: before the first call and after it."""
+    begun = [path for path in paths if not isinstance(start.leaves.get(path), torch.Tensor)]
+    return TensorsChange(said, paths, begun=around(first, begun), attached=attached)
+
+
+def _attached(start: State, first: State, *_: State) -> Callable[[str], TensorsChange] | None:
+    """What a second call fails with that goes back through a first one, whose tensors stand in attributes; None where there are none."""
+    paths = [c.path for c in start.changes(first) if isinstance(c.after, torch.Tensor) and c.after.grad_fn is not None]
+    return (lambda said: _tensors_change(said, paths, start, first, attached=True)) if paths else None
 
 
 def _remedy(changes: Sequence[Change], start: State | None) -> str:
@@ -566,12 +597,14 @@ def values_as_before(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _own_errors(model: nn.Module, number: int) -> Iterator[None]:
+def _own_errors(model: nn.Module, number: int, attached: Callable[[str], TensorsChange] | None = None) -> Iterator[None]:
+    """attached: makes the error of a call that goes back through the one before."""
     try:
         yield
     except FAILURES as e:
         which = "" if number == 0 else ", called a second time,"
         remedy = "check that model(*args, **kwargs) and backward() run on the example inputs, twice in a row"
-        if "backward through the graph a second time" in str(e):
+        if goes_back := "backward through the graph a second time" in str(e):
             remedy = "detach what the forward keeps for the next call: self.ema = 0.9 * self.ema + x.detach()"
-        raise CaptureError(f"{type(model).__name__} itself{which} fails: {first_line(e)}\n  what to do: {remedy}") from e
+        error: Callable[[str], CaptureError] = attached if goes_back and attached is not None else CaptureError
+        raise error(f"{type(model).__name__} itself{which} fails: {first_line(e)}\n  what to do: {remedy}") from e

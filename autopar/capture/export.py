@@ -95,7 +95,7 @@ class Step(nn.Module):
         AtTheBorder. attributes: of the model's tensors. hidden: what is hidden of the model while it is exported. answers: what its state
         alone decides is told; sizes: also where it is a size. leaves: the places at which a call leaves a tensor, or a number of one, that
         is one of its outputs too. inputs: those of the call, with their values. numbers: those that they alone decide are told. varying:
-        numbers that are inputs of the program: buffers of this module, `number_name` each."""
+        numbers and tensors that are inputs of the program: buffers of this module, `number_name` each."""
         super().__init__()
         hidden = hidden or Hidden(())
         self.model = model
@@ -105,7 +105,7 @@ class Step(nn.Module):
         self.tape = tape = Tape(real if answers else {}, sizes=sizes, numbers=numbers)
         self.border = AtTheBorder(model, ask, tape, varies=bool(varying))
         for place, value in enumerate(varying.values() if varying else ()):
-            self.register_buffer(number_name(place), as_tensor(value), persistent=False)
+            self.register_buffer(number_name(place), as_tensor(value).detach().clone(), persistent=False)
 
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -238,13 +238,15 @@ def objective_of(
     output: Any, loss: Callable[[Any], torch.Tensor] | None, outputs: bool | None, left: Sequence[torch.Tensor] = ()
 ) -> tuple[torch.Tensor, bool]:
     """The scalar that a program ends in, and whether it is the loss. Without one, and if outputs is not False: the sum of all outputs,
-    whose gradients are those of any loss that is made of them, with other cotangents. left: further outputs."""
+    whose gradients are those of any loss that is made of them, with other cotangents. left: further outputs, of which no gradient goes
+    through some."""
     try:
         if loss is each_output:
             each_output(output)
         return loss_of(output, loss), True
     except NoLoss:
-        tensors = (x for x in (*found_in(output), *left) if isinstance(x, torch.Tensor) and x.dtype.is_floating_point)
+        ends = (*found_in(output), *(x for x in left if x.requires_grad))
+        tensors = (x for x in ends if isinstance(x, torch.Tensor) and x.dtype.is_floating_point)
         sums = [x.sum() for x in tensors] if outputs is not False else []
         if not sums:
             if outputs is not False:

@@ -90,9 +90,9 @@ class Guards:
         self._index(self._state)
 
     def vary(self, varied: Varied) -> None:
-        """Numbers that the program takes as inputs: what stands there is no change by itself."""
+        """Numbers and tensors that the program takes as inputs: what stands there is no change by itself."""
         self.varied = varied
-        self._ignored |= {leaf.place.path for leaf in varied.leaves if leaf.place is not None}
+        self._ignored |= {leaf.place.around for leaf in varied.leaves if leaf.place is not None}
         self._index(self._state)
 
     def fills(self, paths: Collection[str]) -> None:
@@ -213,12 +213,12 @@ class Guards:
         return asked.changed_of(self._model) if whole is None else asked.changed(whole, given)
 
     def _numbers_stand(self, later: State) -> str | None:
-        """The numbers that the program takes as inputs are where they stand now. What of them is gone, in words; None if nothing is."""
+        """What the program takes as inputs is where it stands now. What of it is gone, in words; None if nothing is."""
         if not self.varied.of_all.places:
             return None
         now: dict[str, AsPlaced] = {place.path: place for _, place in places(later.held)}
-        if gone := sorted(self.varied.of_all.places - now.keys()):
-            return f"{gone[0]}, which is there no more"
+        if gone := self.varied.gone(now):
+            return f"{gone}, which is there no more"
         self.varied = self.varied.where(now)
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import repeat
@@ -124,6 +124,14 @@ class Place(NamedTuple):
     @property
     def path(self) -> str:
         return self.held.path if self.key is None else child(self.held, self.key)
+
+    @property
+    def around(self) -> str:
+        return self.path
+
+    def moved(self, now: Mapping[str, Any]) -> Place | None:
+        """The same place in the container that stands now where this one's did. now: by their paths."""
+        return now.get(self.path)
 
     def now(self) -> Any:
         """What stands there; ABSENT for nothing."""

@@ -49,6 +49,7 @@ from autopar.capture.own_gradients import OwnGradients, other_backward
 from autopar.capture.picked import with_picks_of_samples
 from autopar.capture.refused import check_inputs, check_tensors
 from autopar.capture.said import heard, sayings_of
+from autopar.capture.standing import is_in
 from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace
 from autopar.capture.traced import trace_of
@@ -92,13 +93,14 @@ def captured_by(
     model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, most: float, outputs: bool | None,
     dtype: torch.dtype | None, written: Collection[str], trains: bool, sizes: bool, as_written: OwnGradients | None = None,
     places: tuple[str, ...] = (), beside: Callable[[Arguments], Captured] | None = None, asked_of: Inputs,
-    appended: tuple[list[Any], ...] = (), varying: Varying = NO_NUMBERS, drawn: Drawing | None = None,
+    appended: tuple[list[Any], ...] = (), varying: Varying = NO_NUMBERS, drawn: Drawing | None = None, anew: Collection[str] = (),
 ) -> Captured:  # fmt: skip
     """What `capture` gives. most: how much work a pass may be that is compared with the model; 0: none is, TooMuchWork if it is more.
     as_written: what runs as it is written. places: those of which the program gives the tensors that a call leaves there; without them,
     those that it could give are in `given`. beside: as of `capture`. asked_of: the example as the user gave it. appended: lists to which
     calls append, and which are empty. varying: as of `capture`. drawn: what draws numbers of
-    Python and numpy, and runs as it is written."""
+    Python and numpy, and runs as it is written. anew: attributes and closures that the program reads as they are now, though calls leave
+    tensors there."""
     args, kwargs = example
     check_inputs(model, example)
     with held_back():
@@ -139,7 +141,7 @@ def captured_by(
             if function := other_backward(model, loss, copied(inputs), functions):
                 raise OtherGradients(f"{function} has another backward than autograd's in the forward of {program.name}")
         outside: dict[str, Any] = {"outputs": found.returned is not None, "frozen": passed.frozen, "leaves": places, "appended": appended}
-        outside["varying"] = numbers
+        outside |= {"varying": numbers, "anew": anew}
         compared = None if trainable is None else tuple(trainable.values())
         outside["as_written"] = as_written is not None
         watched = functools.partial(observed, model, loss, inputs, start, found, compared, **outside)
@@ -154,13 +156,15 @@ def captured_by(
                 _compare_other(beside(Arguments(args, kwargs)), passed, calls, copied(given), dtype)
         elif real or found.hooks or as_written is not None:
             _refuse_own_gradients(program.name, found, functions, real=real)
-    could = _given(program.name, found, left, calls)
+    stands = {*anew, *(leaf.place.around for leaf in found.varied.leaves if leaf.place is not None)}
+    could = _given(program.name, found, left, calls, stands)
     left_out = tuple(path for path in left if path not in places)
     guards.read(found.attributes)
     guards.set_modes(found.modes)
     guards.vary(found.varied)
     if calls is not None:
-        guards.follow((*left, *calls.counted, *calls.by_hooks), calls.settled, calls.left)
+        changed = (path for path in (*left, *calls.counted, *calls.by_hooks) if not is_in(path, anew))
+        guards.follow(changed, calls.settled, calls.left)
         guards.said(sayings_of(program, found.shows, calls.said))
     guards.answered(found.answers)
     ours = trace.returned[len(trace.returned) - len(places) :] if places else ()
@@ -308,16 +312,16 @@ def _inner(program: Program) -> frozenset[str]:
     return frozenset(inner)
 
 
-def _given(name: str, found: TracedCall, left: Collection[str], calls: Calls | None) -> tuple[str, ...]:
+def _given(name: str, found: TracedCall, left: Collection[str], calls: Calls | None, stands: Collection[str]) -> tuple[str, ...]:
     """Of the places at which a call leaves a tensor, or a number made of one, those of which the program gives it: all that it can, or,
-    of a call that computes the loss alone, what stands in no attribute or is added to what calls before have left. What stands in one is
-    computed when it is read. CaptureError if one that is no attribute is not among them: something else reads there. name: of the model.
-    left: of tensors."""
+    of a call that computes the loss alone, what stands in no attribute, is added to what calls before have left, or is read by the next.
+    What else stands in one is computed when it is read. CaptureError if one that is no attribute is not among them: something else reads
+    there. name: of the model. left: of tensors. stands: the attributes and closures that calls read before."""
     numbers = sorted(found.numbers & calls.left.left_out) if calls is not None else []
     appended = calls.left.appended if calls is not None else frozenset()
     made = [c.path for c in found.changes if c.path in left and isinstance(c.after, torch.Tensor)]
     if found.returned is None:
-        made = [path for path in made if path in appended or not of_a_module(path)]
+        made = [path for path in made if path in appended or not of_a_module(path) or is_in(path, stands)]
     given = (*made, *numbers)
     if lost := [path for path in dict.fromkeys((*left, *appended)) if not (path in given or of_a_module(path))]:
         changes = [c for c in found.changes if c.path in lost]

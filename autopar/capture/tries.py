@@ -29,6 +29,7 @@ from autopar.capture.made import holding
 from autopar.capture.own_gradients import own_gradients, runs_again
 from autopar.capture.passes import captured_by
 from autopar.capture.shaped import as_a_call_leaves_it
+from autopar.capture.standing import is_in
 from autopar.capture.state import State
 from autopar.capture.without_data import on_meta
 from autopar.errors import (
@@ -40,6 +41,7 @@ from autopar.errors import (
     NumbersChange,
     OtherGradients,
     SparseGradients,
+    StateChanges,
     TensorsChange,
 )
 from autopar.run.grad_mode import buffers_without_gradients
@@ -89,7 +91,8 @@ def capture(
         how: dict[str, Any] = {"outputs": outputs, "written": written, "trains": trains, "sizes": sizes, "beside": beside}
         how["asked_of"] = given_as(example_inputs)
         try:
-            found = with_what_is_imported(lambda: _Tries(model, loss, dtype, varying, how).found(_beside(model, arguments), check, again))
+            tries = _Tries(model, loss, dtype, varying, how, again=again)
+            found = with_what_is_imported(lambda: tries.found(_beside(model, arguments), check))
         except Stopped as error:
             raise CaptureError(str(error)) from error.__cause__
         return dataclasses.replace(found, tensors={v: of.get(id(t), t) for v, t in found.tensors.items()}) if of else found
@@ -99,20 +102,23 @@ _TRIED_OTHERWISE = (Appended, BufferMade, DrawsOutside, NoLoss, NumbersChange, O
 
 
 class _Tries:
-    """What is tried of one model. how: as of `captured_by`. changing: the places of numbers that the program takes as inputs. appended:
-    lists to which calls append; made: those of them that a call makes, and where."""
+    """What is tried of one model. how: as of `captured_by`. changing: the places of numbers and tensors that the program takes as inputs.
+    anew: where it begins with what stands there now, though calls leave tensors. appended: lists to which calls append; made: those of them
+    that a call makes, and where. again: as of `capture`."""
 
     def __init__(
-        self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, dtype: torch.dtype | None, varying: Varying, how: dict[str, Any]
-    ) -> None:
-        self.model, self.loss, self.dtype, self.varying, self.how = model, loss, dtype, varying, how
+        self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None, dtype: torch.dtype | None, varying: Varying,
+        how: dict[str, Any], *, again: bool = False,
+    ) -> None:  # fmt: skip
+        self.model, self.loss, self.dtype, self.varying, self.how, self.again = model, loss, dtype, varying, how, again
         self.changing = set(varying.places)
+        self.anew = frozenset[str]()
         self.appended: list[list[Any]] = []
         self.made: list[tuple[Place, list[Any]]] = []
 
-    def found(self, example: Inputs, check: bool, again: bool) -> Captured:
-        """example: where the model lies. check, again: as of `capture`."""
-        made = [] if self.model.training or again else foreseen(self.model, self.loss)
+    def found(self, example: Inputs, check: bool) -> Captured:
+        """example: where the model lies. check: as of `capture`."""
+        made = [] if self.model.training or self.again else foreseen(self.model, self.loss)
         try:
             if not check:
                 return self._captured(example, 0.0)
@@ -174,7 +180,7 @@ class _Tries:
                 self.changing = before
                 raise error from other
         except TensorsChange as error:
-            return self._with_buffers(error, example, more)
+            return self._with_buffers(error, example, more) or self._with_tensors(error, example, more)
         except BufferMade as error:
             begun = functools.partial(self._once, example, **more)
             return as_a_call_leaves_it(self.model, self.loss, inputs_in(self.dtype, example), begun, dtype=self.dtype, error=error)
@@ -183,20 +189,36 @@ class _Tries:
         with holding(self.model, found.made):
             return self._at_once(example, **more)
 
-    def _with_buffers(self, error: TensorsChange, example: Inputs, more: dict[str, Any]) -> Captured:
-        """With tensors that calls change as buffers, which they stay where a program holds for it."""
+    def _with_buffers(self, error: TensorsChange, example: Inputs, more: dict[str, Any]) -> Captured | None:
+        """With tensors that calls change as buffers, which they stay where a program holds for it; None where they cannot be: they are in
+        containers, require a gradient after a call, are none when the model is captured, or are none of the plan's."""
+        if self.again or error.attached or error.begun:
+            return None
         undo = as_buffers(self.model, error.places, State.take(self.model, self.loss))
         if undo is None:
-            raise error
+            return None
         try:
             found = self._once(example, **more)
         except BaseException as other:
             undo()
-            if isinstance(other, _TRIED_OTHERWISE) or not isinstance(other, CaptureError):
+            if isinstance(other, _TRIED_OTHERWISE) and not isinstance(other, StateChanges) or not isinstance(other, CaptureError):
                 raise
-            raise error from other
+            return None
         said = f"each call changes {', '.join(error.places)}: followed as buffers, which no state_dict holds"
         return dataclasses.replace(found, program=found.program.replace(notes=(*found.program.notes, said)))
+
+    def _with_tensors(self, error: TensorsChange, example: Inputs, more: dict[str, Any]) -> Captured:
+        """With tensors that calls change as inputs and outputs of the program; where something else stands now, for that."""
+        before = set(self.changing), self.anew
+        self.changing |= {path for path in error.places if not is_in(path, error.begun)}
+        self.anew |= error.begun
+        if before == (self.changing, self.anew):
+            raise error
+        try:
+            return self._once(example, **more)
+        except CaptureError as other:
+            self.changing, self.anew = before
+            raise error from other
 
     def _at_once(self, example: Inputs, **more: Any) -> Captured:
         """As the model runs; else, if it asks whether it is traced, as it does where it is."""
@@ -212,7 +234,7 @@ class _Tries:
 
     def _by_the_passes(self, example: Inputs, more: dict[str, Any]) -> Captured:
         varying = self.varying._replace(places=frozenset(self.changing))
-        return captured_by(self.model, example, self.loss, dtype=self.dtype, varying=varying, **self.how, **more)
+        return captured_by(self.model, example, self.loss, dtype=self.dtype, varying=varying, anew=self.anew, **self.how, **more)
 
 
 def _alike(one: Captured, other: Captured) -> bool:

@@ -1,4 +1,5 @@
-"""Numbers that the trace of a call takes as inputs: what stands for them in the model's code, and what it asks of them.
+"""Numbers, and tensors that stand in attributes, that the trace of a call takes as inputs: what stands for them in the model's code, and
+what it asks of them.
 
 What stands for a number computes as that does (`1 - beta`, `self.step / 1000`, `math.exp(-k * step)`), and is a tensor of one element
 where an operator of torch is given it. All else that code wants of it in Python is its value in this call, and noted: a program holds for
@@ -8,7 +9,6 @@ calls that would be told the same. Nothing else can be got from it, since it is 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +21,11 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.held import places
 from autopar.capture.numbers import Numbers as OfTensors
+from autopar.capture.standing import tensors_at
 from autopar.capture.state import State
 from autopar.errors import CaptureError, NumbersChange
 from autopar.run.objects import leaf_path
-from autopar.run.varying import Asked, Leaf, Number, Path, Varied, Varying, as_tensor
+from autopar.run.varying import Asked, Leaf, Number, Path, Varied, Varying, as_tensor, kind_of
 
 __all__ = ["Followed", "Numbers", "in_torch", "refuse_kept"]
 
@@ -38,7 +39,7 @@ class Numbers:
     def __init__(self, varying: Varying, inputs: _Inputs, names: Sequence[str], state: State) -> None:
         """names: of the forward's positional parameters. state: of the model; places at which there is no number are left out.
         CaptureError if an argument is not there, or is no number."""
-        leaves: list[tuple[Leaf, Path, Number]] = []
+        leaves: list[tuple[Leaf, Path, Number | Tensor]] = []
         for path, value in pytree.tree_leaves_with_path(inputs):
             first, *rest = found = leaf_path(path)
             named = (names[first], *rest) if isinstance(first, int) and first < len(names) else found
@@ -47,6 +48,10 @@ class Numbers:
         for value, place in places(state.held):
             if place.path in varying.places and type(value) in (int, float) and not place.path.startswith(state.kept):
                 leaves.append((Leaf(place.path, type(value), place=place), (), value))
+        for tensor, inside in tensors_at(state, varying.places):
+            if not inside.path.startswith(state.kept):
+                _check_no_gradient(tensor, inside.path)
+                leaves.append((Leaf(inside.path, kind_of(tensor), place=inside), (), tensor))
         self.leaves = tuple(leaf for leaf, _, _ in leaves)
         self.paths = {path: number for number, (_, path, _) in enumerate(leaves) if path}
         if len(self.paths) < len(varying.arguments):
@@ -56,11 +61,19 @@ class Numbers:
     def __bool__(self) -> bool:
         return bool(self.leaves)
 
-    def values(self) -> tuple[Number, ...]:
+    def values(self) -> tuple[Any, ...]:
         """What a call that begins now is given."""
         return Varied(leaves=self.leaves).values(self._arguments.__getitem__, lambda place: place.now())
 
-    def set_back(self, values: Sequence[Number]) -> tuple[Number, ...]:
+    def detached(self) -> tuple[Any, ...]:
+        """The same, of the model itself: tensors through which gradients would go to an earlier call are detached first, as they are by a
+        loop that trains."""
+        for leaf in self.leaves:
+            if leaf.place is not None and isinstance(now := leaf.place.now(), Tensor) and now.requires_grad:
+                leaf.place.put(now.detach())
+        return tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in self.values())
+
+    def set_back(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Before a call: what stands in attributes is again as in these, which are given back."""
         for leaf, value in zip(self.leaves, values, strict=True):
             if leaf.place is not None:
@@ -69,14 +82,14 @@ class Numbers:
 
 
 class Followed:
-    """The numbers in one trace. tensors: of one element each, that the trace has for them. of_tensors: the numbers that it makes of
-    tensors, to which those belong that are computed of both."""
+    """The numbers and tensors in one trace. tensors: that the trace has for them, of one element for a number. of_tensors: the numbers that
+    it makes of tensors, to which those belong that are computed of both."""
 
     def __init__(self, numbers: Numbers, tensors: Sequence[Tensor], of_tensors: OfTensors) -> None:
         self._numbers, self.values, self.of_tensors = numbers, numbers.values(), of_tensors
         self.asked: dict[str, Asked] = {}
         self._stand = [
-            _Varies(self, value, operator.itemgetter(k), leaf.name, functools.partial(_same, tensor))
+            tensor if isinstance(value, Tensor) else _Varies(self, value, operator.itemgetter(k), leaf.name, _gives(tensor))
             for k, (leaf, value, tensor) in enumerate(zip(numbers.leaves, self.values, tensors, strict=True))
         ]
 
@@ -108,14 +121,17 @@ class Followed:
                 setattr(math, name, function)
 
     def ended(self) -> Varied:
-        """The call is over: numbers stand again where it has left others."""
+        """The call is over: numbers stand again where it has left others, and the tensors that it has left alone."""
         moved = []
-        for leaf, stand in zip(self._numbers.leaves, self._stand, strict=True):
+        for leaf, stand, began in zip(self._numbers.leaves, self._stand, self.values, strict=True):
             place = leaf.place
             if place is None:
                 continue
             now = place.now()
-            if type(now) is _Varies and not now.known:
+            if isinstance(stand, Tensor):
+                if now is stand:
+                    place.put(began)
+            elif type(now) is _Varies and not now.known:
                 place.put(self.of_tensors.standing(now))
             elif type(now) in (_Varies, int, float) and not self.of_tensors.is_standing(now):
                 value, of = (now.value, now.of) if type(now) is _Varies else (now, lambda _, now=now: now)
@@ -131,6 +147,14 @@ class Followed:
         return answer
 
 
+def _check_no_gradient(tensor: Tensor, path: str) -> None:
+    if tensor.requires_grad:
+        raise CaptureError(
+            f"{path} is of an earlier call, or computed of parameters, and requires a gradient, which goes through one call alone\n  what "
+            f"to do: detach it before the call (.detach()), or begin anew"
+        )
+
+
 def refuse_kept(output: Any, state: State) -> None:
     """What stands for a number is among what a call returned, or left where no such number was: CaptureError; NumbersChange if that is
     the place of another number."""
@@ -141,8 +165,8 @@ def refuse_kept(output: Any, state: State) -> None:
         raise CaptureError("the forward returns a number that calls have otherwise, or one that it computes of it")
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _gives(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor
 
 
 def _unknown(_: Sequence[Number]) -> NoReturn:

@@ -95,12 +95,13 @@ class Batch:
         return _sorted(found)
 
     def bind(
-        self, args: Sequence[object], kwargs: Mapping[str, object], varied: Varied = NONE, numbers: Sequence[Number] = ()
+        self, args: Sequence[object], kwargs: Mapping[str, object], varied: Varied = NONE, numbers: Sequence[Number | Tensor] = ()
     ) -> dict[str, Tensor]:
-        """name of the input -> the tensor that the call gives for it. varied: the numbers that are inputs; numbers: what they are.
+        """name of the input -> the tensor that the call gives for it. varied: the numbers that are inputs, and tensors in attributes;
+        numbers: what they are.
 
         Raises TypeError (missing, unknown, not a tensor, wrong dtype) or ValueError (wrong shape or batch size, another
-        constant than captured); each names the input.
+        constant than captured, a tensor of an earlier call's graph); each names the input.
         """
         found = {self.named(path): leaf for path, leaf in self._leaves(args, kwargs)}
         for number in varied.leaves:
@@ -109,7 +110,8 @@ class Batch:
         missing: list[str] = []
         for spec in self._manifest.inputs:
             if spec.name in self._numbers:
-                bound[spec.name] = as_tensor(numbers[self._numbers[spec.name]])
+                place = self._numbers[spec.name]
+                bound[spec.name] = _standing(varied.leaves[place].name, numbers[place])
                 continue
             path = self.named(spec.path)
             if path in found:
@@ -156,8 +158,7 @@ class Batch:
                 other, expected = first.setdefault((name, part if name in divided else 0), (rank, found))
                 if found != expected and name in self._numbers:
                     raise LaunchError(
-                        f"the number {name[2:]} is another on rank {other} than on rank {rank}: what a forward reads is to be "
-                        f"set on all ranks alike"
+                        f"{name[2:]} is another on rank {other} than on rank {rank}: what a forward reads is to be set on all ranks alike"
                     )
                 if found != expected:
                     raise LaunchError(
@@ -399,6 +400,17 @@ def _sorted(shapes: Iterable[tuple[Path, Shape | str]]) -> Shapes:
 
 def _value(leaf: object) -> str:
     return f"{type(leaf).__name__} {leaf!r}"
+
+
+def _standing(name: str, value: Number | Tensor) -> Tensor:
+    """A number or a tensor that stands in an attribute, as a program takes it."""
+    found = as_tensor(value)
+    if found.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} is of an earlier call, or computed of parameters, and requires a gradient, which goes through one call alone. Detach "
+            f"it before the call (.detach()), or begin anew"
+        )
+    return whole_of(found).detach() if is_part(found) else found.detach()  # type: ignore[arg-type]
 
 
 def _walk(path: Path, value: object) -> Iterator[tuple[Path, object]]:

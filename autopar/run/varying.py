@@ -1,5 +1,8 @@
 """Numbers that calls of a model have otherwise than one another: arguments (`model(x, beta)`), and what stands in attributes, of the loop
-(`model.beta = 0.3`) or of the forward itself (`self.step += 1`). A program takes each as a tensor of one element."""
+(`model.beta = 0.3`) or of the forward itself (`self.step += 1`). A program takes each as a tensor of one element.
+
+Tensors that stand in attributes and are others in each call (`self.hidden = (h, c)`) are inputs of a program in the same way.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +13,51 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["NONE", "NO_NUMBERS", "NUMBERS", "AsPlaced", "Asked", "Leaf", "Number", "Path", "Varied", "Varying", "as_tensor"]
+__all__ = [
+    "NONE", "NO_NUMBERS", "NUMBERS", "AsPlaced", "Asked", "Kind", "Leaf", "Number", "Path", "Varied", "Varying", "as_tensor", "kind_of",
+]  # fmt: skip
 
 Number = int | float
 Path = tuple[str | int, ...]
 NUMBERS = "numbers"  # begins the path of the input of a program that such a number is; behind it comes its place among them
 
 
-def as_tensor(number: Number) -> Tensor:
-    """A Python number as a tensor of one element, int64 or float64."""
+def as_tensor(number: Number | Tensor) -> Tensor:
+    """A Python number as a tensor of one element, int64 or float64; a tensor as it is."""
+    if isinstance(number, Tensor):
+        return number
     return torch.tensor(number, dtype=torch.int64 if type(number) is int else torch.float64)
 
 
+class Kind(NamedTuple):
+    """Of a tensor. `kind_of` a number is its type."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"a tensor {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def kind_of(value: object) -> object:
+    """What a program that holds for a value holds for."""
+    return Kind(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value)
+
+
 class AsPlaced(Protocol):
-    """Where a number stands outside of the call."""
+    """Where a number or a tensor stands outside of the call. around: the path of the container around it, or its own."""
 
     @property
     def path(self) -> str: ...
 
+    @property
+    def around(self) -> str: ...
+
     def now(self) -> Any: ...
 
     def put(self, value: object) -> None: ...
+
+    def moved(self, now: Mapping[str, Any]) -> AsPlaced | None: ...
 
 
 class Varying(NamedTuple):
@@ -45,11 +72,11 @@ class Varying(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """One of these numbers, of which a program holds for any of a kind. name: for people. argument: its path, as of Varying. place: where
-    it stands, if it is no argument."""
+    """One of these numbers and tensors, of which a program holds for any of a kind (`kind_of`). name: for people. argument: its path, as of
+    Varying. place: where it stands, if it is no argument."""
 
     name: str
-    kind: type[Number]
+    kind: object
     argument: Path = ()
     place: AsPlaced | None = None
 
@@ -79,8 +106,8 @@ class Varied:
     def changed(self, values: Sequence[Any]) -> str | None:
         """None if the program holds for these; else what differs, in words."""
         for leaf, value in zip(self.leaves, values, strict=True):
-            if type(value) is not leaf.kind:
-                return f"{leaf.name} from a number ({leaf.kind.__name__}) to {value!r}"
+            if kind_of(value) != leaf.kind:
+                return f"{leaf.name} from {_said(leaf.kind)} to {kind_of(value) if isinstance(value, Tensor) else repr(value)}"
         for asked in self.asked:
             try:
                 now = asked.of(values)
@@ -100,15 +127,23 @@ class Varied:
         exactly = {asked.text for asked in self.asked if type(asked.answer) in (int, float)}
         return _varying([x for x in self.leaves if x.name in exactly])
 
+    def gone(self, places: Mapping[str, AsPlaced]) -> str:
+        """The first of the places that is none of these, by their paths; '' if all are."""
+        return next((x.place.path for x in self.leaves if x.place is not None and x.place.moved(places) is None), "")
+
     def where(self, places: Mapping[str, AsPlaced]) -> Varied:
-        """The same of numbers that stand at these places now, by their paths."""
-        leaves = tuple(x if x.place is None else x._replace(place=places[x.place.path]) for x in self.leaves)
+        """The same of what stands at these places now, by their paths."""
+        leaves = tuple(x if x.place is None else x._replace(place=x.place.moved(places)) for x in self.leaves)
         return replace(self, leaves=leaves, moved=tuple((places[place.path], of) for place, of in self.moved))
 
     def move(self, values: Sequence[Number]) -> None:
         """After a call of these: the numbers that the forward leaves are there."""
         for place, of in self.moved:
             place.put(of(values))
+
+
+def _said(kind: object) -> str:
+    return f"a number ({kind.__name__})" if isinstance(kind, type) else str(kind)
 
 
 def _varying(leaves: Sequence[Leaf]) -> Varying:

@@ -1,0 +1,135 @@
+"""Tensors that stand in attributes and closures, alone or in tuples, lists and dicts, and that calls read and leave others in the place of:
+hidden states of recurrent networks, membrane potentials, memories. A program takes each as an input, as it takes numbers that vary."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from autopar.capture.held import ABSENT, Held, Place, is_plain, places, put_back, shown_key
+from autopar.capture.state import State
+
+__all__ = ["Inside", "around", "begin_anew", "is_in", "tensors_at"]
+
+
+_CONTAINERS = (list, tuple, dict, OrderedDict)
+_TENSOR = object()  # stands for any tensor in the structure of a container
+
+
+class Inside(NamedTuple):
+    """Where a tensor stands: in a container of tensors, in the attribute or closure that `root` is, or there itself. keys: under which,
+    from outside in. like: the structure of the container."""
+
+    root: Place
+    keys: tuple[Any, ...]
+    like: object
+
+    @property
+    def path(self) -> str:
+        return self.root.path + "".join(f"[{shown_key(key)}]" for key in self.keys)
+
+    @property
+    def around(self) -> str:
+        """The path of all of it."""
+        return self.root.path
+
+    def now(self) -> Any:
+        """What stands there; ABSENT if the container is another one, or there is none."""
+        found = self.root.now()
+        if _structure(found) != self.like:
+            return ABSENT
+        for key in self.keys:
+            found = found[key]
+        return found
+
+    def put(self, value: object) -> None:
+        self.root.put(_with(self.root.now(), self.keys, value))
+
+    def moved(self, now: Mapping[str, Any]) -> Inside | None:
+        """The same where the root stands now."""
+        root = now.get(self.root.path)
+        return None if root is None else self._replace(root=root)
+
+
+def _items(container: Any) -> Iterator[tuple[Any, Any]]:
+    yield from container.items() if isinstance(container, dict) else enumerate(container)
+
+
+def _is_container(value: object) -> bool:
+    return type(value) in _CONTAINERS or (isinstance(value, tuple) and hasattr(type(value), "_fields"))
+
+
+def _structure(value: Any) -> object:
+    """Of a container of tensors and plain values: its kinds, keys and plain values. An object of its own of anything else."""
+    if isinstance(value, torch.Tensor):
+        return _TENSOR
+    if _is_container(value):
+        return type(value), tuple((key, _structure(x)) for key, x in _items(value))
+    return value if is_plain(value) else object()
+
+
+def _leaves(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if not _is_container(value):
+        yield keys, value
+    for key, x in _items(value) if _is_container(value) else ():
+        yield from _leaves(x, (*keys, key))
+
+
+def _with(container: Any, keys: Sequence[Any], value: object) -> Any:
+    """A container with something else in it: the same, unless it is a tuple."""
+    if not keys:
+        return value
+    key, *rest = keys
+    inner = _with(container[key], rest, value)
+    if isinstance(container, tuple):
+        items = [*container[:key], inner, *container[key + 1 :]]
+        return type(container)(*items) if hasattr(type(container), "_fields") else tuple(items)
+    if container[key] is not inner:
+        container[key] = inner
+    return container
+
+
+def tensors_at(state: State, paths: Collection[str]) -> Iterator[tuple[torch.Tensor, Inside]]:
+    """Of these places of a picture, those at which there is a tensor, alone or in a container of tensors and plain values."""
+    for root in _outermost(state.held, paths).values() if paths else ():
+        value = root.now()
+        like = _structure(value)
+        for keys, leaf in _leaves(value):
+            inside = Inside(root, keys, like)
+            if isinstance(leaf, torch.Tensor) and inside.path in paths and inside.now() is leaf:
+                yield leaf, inside
+
+
+def _outermost(held: Sequence[Held], paths: Collection[str]) -> dict[str, Place]:
+    """The attributes and closures in which some places are, by their own paths: of containers in one another the outermost."""
+    found: dict[str, Place] = {}
+    known = sorted((place.path, n, place) for n, (_, place) in enumerate(places(held)))
+    for path in paths:
+        root = next((place for outer, _, place in known if is_in(path, (outer,))), None)
+        if root is not None:
+            found[root.path] = root
+    return found
+
+
+def is_in(path: str, roots: Collection[str]) -> bool:
+    """Whether a place is one of these, or in one of them."""
+    return any(path == root or path.startswith((f"{root}[", f"{root}.")) for root in roots)
+
+
+def around(state: State, paths: Collection[str]) -> frozenset[str]:
+    """The paths of the attributes and closures in which some places are."""
+    return frozenset(_outermost(state.held, paths))
+
+
+def begin_anew(start: State, first: State, roots: Collection[str]) -> None:
+    """What stands in these attributes and closures is as it was before a first call. first: after it."""
+    before = {place.path: value for value, place in places(start.held)}
+    for _, place in [*places(first.held)]:
+        if place.path in roots:
+            place.put(before.get(place.path, ABSENT))
+    for held in start.held:
+        if is_in(held.path.rstrip("."), roots):
+            put_back(held)
