@@ -55,6 +55,14 @@ class TensorsChange(StateChanges):
         self.begun, self.attached = frozenset(begun), attached
 
 
+class ForeignTensor(CaptureError):
+    """The model's code uses a tensor that requires a gradient and is not its own."""
+
+    def __init__(self, message: str, tensor: object) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+
+
 class OtherGradients(CaptureError):
     """The model's code has gradients of its own, or asks for some, which no graph of operators shows."""
 

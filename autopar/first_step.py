@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.calls import left_as_it_was
+from autopar.capture.as_before import left_as_it_was
 from autopar.capture.export import objective_of
 from autopar.catalog.rule import draws
 from autopar.errors import VerificationError

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.capture.calls import copied
+from autopar.capture.given import copied
 from autopar.capture.guards import Guards
 from autopar.errors import CaptureError
 from autopar.ir import refs

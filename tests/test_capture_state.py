@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import Captured, capture, run_program
-from autopar.capture.calls import left_as_it_was
+from autopar.capture.as_before import left_as_it_was
 from autopar.capture.state import State
 from autopar.errors import CaptureError
 from tests.stateful_models import BATCH, DIM, MASKS, SEEN, Model, build, equal, snapshot

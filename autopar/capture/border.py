@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import io
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -20,10 +20,13 @@ from torch.export import ExportedProgram
 from autopar import generators
 from autopar.capture.answers import NONE, Answers
 from autopar.capture.around import as_called
+from autopar.capture.as_before import values_as_before
 from autopar.capture.attributes import Asked, Attributes
-from autopar.capture.calls import Call, Calls, Inputs, call_twice, copied, refuse_changing, values_as_before
+from autopar.capture.calls import Call, Calls, call_twice
+from autopar.capture.changing import refuse_changing
 from autopar.capture.draws import OTHER_DRAWS, drawn_outside
 from autopar.capture.export import FAILURES, HOOK, End, Step, as_exported, export, objective_of, own_gradients
+from autopar.capture.given import Inputs, copied
 from autopar.capture.held import ABSENT, REGISTERED, Opaque, child, describe
 from autopar.capture.hidden import Hidden
 from autopar.capture.left import Left
@@ -180,7 +183,7 @@ def observed(
     model: nn.Module, loss: Loss, inputs: Inputs, start: State, found: TracedCall, trainable: tuple[torch.Tensor, ...] | None,
     *, outputs: bool = False, frozen: Mapping[str, torch.Tensor] | None = None, scales: tuple[float, ...] = (), leaves: Sequence[str] = (),
     appended: Sequence[list[Any]] = (), reseed: bool = True, varying: Numbers | None = None, as_written: bool = False,
-    anew: Collection[str] = (),
+    anew: frozenset[str] = frozenset(),
 ) -> Calls | None:  # fmt: skip
     """The model called twice: to be compared with the program, which needs gradients of `trainable`; without these (None: no data, or
     no wish to compare) only where the trace saw that a call changes something. None if there is nothing to see. frozen, scales, leaves,

@@ -58,7 +58,10 @@ def check_program(
         tensors = dict(tensors) | leaves
         if number:
             state |= {b.value: tensors[b.value].detach().clone() for b in program.buffers if b.fqn in calls.set_back}
-        inputs = dict(inputs) | {i.value: as_tensor(call.numbers[int(i.path[1])]) for i in program.inputs if i.path[:1] == (NUMBERS,)}
+        standing = {i.value: as_tensor(call.numbers[int(i.path[1])]) for i in program.inputs if i.path[:1] == (NUMBERS,)}
+        standing = {value: t.detach().requires_grad_(t.requires_grad) for value, t in standing.items()}
+        leaves |= {value: t for value, t in standing.items() if t.requires_grad}
+        inputs = dict(inputs) | standing
         try:
             scaled = {}
             for scale in call.scaled:

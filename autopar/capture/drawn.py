@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.around import as_called
-from autopar.capture.calls import Inputs, copied, left_as_it_was
+from autopar.capture.as_before import left_as_it_was
 from autopar.capture.export import objective_of
+from autopar.capture.given import Inputs, copied
 from autopar.capture.own_gradients import below
 from autopar.capture.source import frame_line, in_library, module_of, paths_of
 from autopar.run import outside_draws

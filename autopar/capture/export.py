@@ -104,8 +104,8 @@ class Step(nn.Module):
         real |= values()
         self.tape = tape = Tape(real if answers else {}, sizes=sizes, numbers=numbers)
         self.border = AtTheBorder(model, ask, tape, varies=bool(varying))
-        for place, value in enumerate(varying.values() if varying else ()):
-            self.register_buffer(number_name(place), as_tensor(value).detach().clone(), persistent=False)
+        for place, (leaf, value) in enumerate(zip(varying.leaves, varying.values(), strict=True) if varying else ()):
+            self.register_buffer(number_name(place), as_tensor(value).detach().clone().requires_grad_(leaf.grad), persistent=False)
 
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:

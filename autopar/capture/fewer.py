@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from autopar.capture.calls import Inputs
+from autopar.capture.given import Inputs
 from autopar.errors import CaptureError
 
 __all__ = ["MOST", "TooMuchWork", "captured_and_compared"]

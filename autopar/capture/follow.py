@@ -32,7 +32,7 @@ from autopar.capture.numbers import Numbers, Standing
 from autopar.capture.source import in_library, running_line
 from autopar.capture.varying import in_torch
 from autopar.capture.written_out import WRITTEN_OUT
-from autopar.errors import BufferMade, CaptureError
+from autopar.errors import BufferMade, CaptureError, ForeignTensor
 from autopar.run.alone import is_collective
 from autopar.run.part import is_part, local
 
@@ -370,7 +370,8 @@ class AtTheBorder(TorchFunctionMode):
             )
         if torch.is_grad_enabled():
             kind = "a parameter" if isinstance(tensor, nn.Parameter) else "a tensor that requires a gradient"
-            raise CaptureError(
+            raise ForeignTensor(
                 f"the code uses {kind} {_type(tensor)} that is not the model's: it would be a constant, and get no gradient\n"
-                f"  at {running_line()}\n  what to do: register it as a parameter of the model, or detach it if it is constant"
+                f"  at {running_line()}\n  what to do: register it as a parameter of the model, or detach it if it is constant",
+                tensor,
             )

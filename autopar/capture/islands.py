@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from autopar import generators
 from autopar.capture.around import as_called
-from autopar.capture.calls import Inputs
 from autopar.capture.export import PREFIX
+from autopar.capture.given import Inputs
 from autopar.capture.island_writes import write_apart
 from autopar.capture.region_ops import is_static
 from autopar.capture.regions import Regions

@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 from autopar import generators
 from autopar.capture.applied import Function, Kept, applied_by, backward_hooks_told, hooks_told
 from autopar.capture.around import as_called
-from autopar.capture.calls import Inputs, copied, left_as_it_was
+from autopar.capture.as_before import left_as_it_was
 from autopar.capture.export import FAILURES, as_exported, objective_of
+from autopar.capture.given import Inputs, copied
 from autopar.capture.said import heard
 from autopar.capture.samples import gives_the_same, stand_ins
 from autopar.capture.source import first_line, module_of, paths_of, running_line

@@ -16,13 +16,15 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.answers import Answers
 from autopar.capture.around import capturing, check_told, said_otherwise
+from autopar.capture.as_before import left_as_it_was
 from autopar.capture.assembled import program_of, with_flows
 from autopar.capture.autocast import with_casts
 from autopar.capture.border import TracedCall, check_border, observed
-from autopar.capture.calls import Calls, Inputs, apart, copied, left_as_it_was, refuse_changing
+from autopar.capture.calls import Calls
 from autopar.capture.captured import Captured
 from autopar.capture.casts import cast_before_use
 from autopar.capture.causal import with_known_masks
+from autopar.capture.changing import refuse_changing
 from autopar.capture.check import check_program, trainable_tensors
 from autopar.capture.compute import explained, with_casts_of
 from autopar.capture.drawn import Drawing
@@ -30,6 +32,7 @@ from autopar.capture.export import HOOK
 from autopar.capture.fewer import TooMuchWork
 from autopar.capture.flops import work_of
 from autopar.capture.functionalize import functionalize
+from autopar.capture.given import Inputs, apart, copied
 from autopar.capture.guards import Guards
 from autopar.capture.held import ABSENT
 from autopar.capture.hooked import refuse_left
@@ -93,7 +96,7 @@ def captured_by(
     model: nn.Module, example: Inputs, loss: Callable[[Any], torch.Tensor] | None, *, most: float, outputs: bool | None,
     dtype: torch.dtype | None, written: Collection[str], trains: bool, sizes: bool, as_written: OwnGradients | None = None,
     places: tuple[str, ...] = (), beside: Callable[[Arguments], Captured] | None = None, asked_of: Inputs,
-    appended: tuple[list[Any], ...] = (), varying: Varying = NO_NUMBERS, drawn: Drawing | None = None, anew: Collection[str] = (),
+    appended: tuple[list[Any], ...] = (), varying: Varying = NO_NUMBERS, drawn: Drawing | None = None, anew: frozenset[str] = frozenset(),
 ) -> Captured:  # fmt: skip
     """What `capture` gives. most: how much work a pass may be that is compared with the model; 0: none is, TooMuchWork if it is more.
     as_written: what runs as it is written. places: those of which the program gives the tensors that a call leaves there; without them,

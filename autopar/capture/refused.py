@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from autopar.capture.calls import Inputs
+from autopar.capture.given import Inputs
 from autopar.errors import CaptureError
 from autopar.run.inputs import not_dense
 from autopar.run.objects import leaf_path

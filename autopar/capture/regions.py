@@ -22,10 +22,11 @@ from torch.utils import _pytree as pytree
 from autopar import generators
 from autopar.capture.applied import Function, applied_by, hooks_told
 from autopar.capture.around import as_called
-from autopar.capture.calls import Inputs, copied, left_as_it_was
+from autopar.capture.as_before import left_as_it_was
 from autopar.capture.drawn import Drawing, as_returned, drawing, functions_replaced
 from autopar.capture.export import FAILURES, objective_of
 from autopar.capture.follow import storage_of
+from autopar.capture.given import Inputs, copied
 from autopar.capture.hooked import IN_A_PART, Call, hooked
 from autopar.capture.module_hooks import Around, calls_noted, calls_traced
 from autopar.capture.own_gradients import OwnGradients, below, innermost, without_values

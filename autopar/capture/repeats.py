@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.around import as_called
-from autopar.capture.calls import Inputs, copied
 from autopar.capture.export import FAILURES, as_exported, objective_of, own_gradients
+from autopar.capture.given import Inputs, copied
 from autopar.capture.state import Change, State
 from autopar.run.autocast import ambient
 from autopar.run.hooks import of_calls

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.around import as_called
-from autopar.capture.calls import Inputs, copied, left_as_it_was
+from autopar.capture.as_before import left_as_it_was
 from autopar.capture.export import objective_of
+from autopar.capture.given import Inputs, copied
 from autopar.capture.made import holding, in_the_state
 from autopar.errors import BufferMade
 from autopar.ir import Program, refs

@@ -104,19 +104,19 @@ def tensors_at(state: State, paths: Collection[str]) -> Iterator[tuple[torch.Ten
 
 
 def _outermost(held: Sequence[Held], paths: Collection[str]) -> dict[str, Place]:
-    """The attributes and closures in which some places are, by their own paths: of containers in one another the outermost."""
-    found: dict[str, Place] = {}
-    known = sorted((place.path, n, place) for n, (_, place) in enumerate(places(held)))
+    """The attributes and closures in which some places are, by their own paths, in the order of the picture: of containers in one another
+    the outermost. (Of an object each attribute is one.)"""
+    known = {place.path: place for _, place in places(held)}
+    found: set[str | None] = set()
     for path in paths:
-        root = next((place for outer, _, place in known if is_in(path, (outer,))), None)
-        if root is not None:
-            found[root.path] = root
-    return found
+        outer = (path[:n] for n, letter in enumerate(path) if letter == "[")
+        found.add(next((one for one in (*outer, path) if one in known), None))
+    return {path: place for path, place in known.items() if path in found}
 
 
 def is_in(path: str, roots: Collection[str]) -> bool:
     """Whether a place is one of these, or in one of them."""
-    return any(path == root or path.startswith((f"{root}[", f"{root}.")) for root in roots)
+    return path in roots or any(path.startswith((f"{root}[", f"{root}.")) for root in roots)
 
 
 def around(state: State, paths: Collection[str]) -> frozenset[str]:
@@ -124,12 +124,14 @@ def around(state: State, paths: Collection[str]) -> frozenset[str]:
     return frozenset(_outermost(state.held, paths))
 
 
-def begin_anew(start: State, first: State, roots: Collection[str]) -> None:
-    """What stands in these attributes and closures is as it was before a first call. first: after it."""
-    before = {place.path: value for value, place in places(start.held)}
-    for _, place in [*places(first.held)]:
-        if place.path in roots:
-            place.put(before.get(place.path, ABSENT))
+def begin_anew(start: State, first: State, roots: frozenset[str]) -> None:
+    """What stands in these attributes and closures is as it was before a first call, in the objects that stood there. first: after it."""
+    before = {place.path: (value, place) for value, place in places(start.held)}
+    for path, (value, place) in before.items():
+        if path in roots or any(is_in(root, (path,)) for root in roots):
+            place.put(value)
+    for place in [place for _, place in places(first.held) if place.path in roots - before.keys()]:
+        place.put(ABSENT)
     for held in start.held:
         if is_in(held.path.rstrip("."), roots):
             put_back(held)

@@ -224,7 +224,7 @@ class _Flattener:
             elif spec.target in numbers:
                 place = numbers[spec.target]
                 value = self.names.fresh(f"n_{self.varied[place].name}")
-                self.metas[value] = meta_of(node.meta["val"], False)
+                self.metas[value] = meta_of(node.meta["val"], self.varied[place].grad)
                 self.inputs.append(Input(value=value, path=(NUMBERS, place)))
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and fqn in self.value_of_fqn:
                 value = self.value_of_fqn[fqn]

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from autopar.capture.border import TracedCall, traced
-from autopar.capture.calls import Inputs, copied
+from autopar.capture.changing import of_earlier_calls
 from autopar.capture.drawn import Drawing
+from autopar.capture.given import Inputs, copied
 from autopar.capture.hidden import Hidden, Seen, can_be_hidden
 from autopar.capture.instances import NotRepeated, StandIns
 from autopar.capture.islands import with_islands
@@ -26,6 +27,7 @@ from autopar.errors import (
     BufferMade,
     CaptureError,
     DependsOnValues,
+    ForeignTensor,
     NoLoss,
     NotAsWritten,
     NumbersChange,
@@ -33,6 +35,7 @@ from autopar.errors import (
     SparseGradients,
 )
 from autopar.run.region import Region
+from autopar.run.region_modules import Applied
 
 __all__ = ["trace_of"]
 
@@ -67,14 +70,15 @@ def trace_of(
                 )
             labels_in_rows(found.exported.graph_module)
             trace = flatten(model, found.exported, start, regions, varying=varying)
-            if varying and any(isinstance(x, Region) for x in dict[str, Any](trace.tensors).values()):
+            regions_there = (x for x in dict[str, Any](trace.tensors).values() if isinstance(x, Region))
+            if varying and not all(isinstance(region.module, Applied) for region in regions_there):
                 raise CaptureError(f"some of {type(model).__name__} runs as it is written, and reads numbers itself")
             first = None  # whose traceback holds this frame, and tensors
             return found, trace
         except (BufferMade, NoLoss, NumbersChange, OtherGradients, SparseGradients):
             raise
         except CaptureError as error:
-            if varying:
+            if varying or (isinstance(error, ForeignTensor) and of_earlier_calls(start, error.tensor)):
                 raise
             first = first or error
             if regions.include_functions(applied, error) or regions.include_functions_that_draw(error) or regions.include(error):

@@ -18,11 +18,12 @@ from autopar.capture.around import as_not_traced
 from autopar.capture.as_buffers import as_buffers, foreseen
 from autopar.capture.aside import sparse_buffers_aside
 from autopar.capture.border import Stopped
-from autopar.capture.calls import Inputs, copied
 from autopar.capture.captured import Captured
+from autopar.capture.changing import of_earlier_calls
 from autopar.capture.drawn import drawing
 from autopar.capture.export import FAILURES
 from autopar.capture.fewer import captured_and_compared
+from autopar.capture.given import Inputs, copied
 from autopar.capture.held import Place
 from autopar.capture.imported import with_what_is_imported
 from autopar.capture.made import holding
@@ -36,6 +37,7 @@ from autopar.errors import (
     BufferMade,
     CaptureError,
     DrawsOutside,
+    ForeignTensor,
     NoLoss,
     NotAsWritten,
     NumbersChange,
@@ -98,7 +100,14 @@ def capture(
         return dataclasses.replace(found, tensors={v: of.get(id(t), t) for v, t in found.tensors.items()}) if of else found
 
 
-_TRIED_OTHERWISE = (Appended, BufferMade, DrawsOutside, NoLoss, NumbersChange, OtherGradients, SparseGradients, TensorsChange)
+_TRIED_OTHERWISE = (
+    Appended, BufferMade, DrawsOutside, ForeignTensor, NoLoss, NumbersChange, OtherGradients, SparseGradients, TensorsChange,
+)  # fmt: skip
+
+
+def _is_tried_otherwise(error: BaseException) -> bool:
+    """Whether what has changed is not the reason of an error."""
+    return isinstance(error, _TRIED_OTHERWISE) and not isinstance(error, StateChanges | ForeignTensor)
 
 
 class _Tries:
@@ -179,6 +188,11 @@ class _Tries:
             except CaptureError as other:
                 self.changing = before
                 raise error from other
+        except ForeignTensor as error:
+            places = of_earlier_calls(State.take(self.model, self.loss), error.tensor)
+            if not places:
+                raise
+            return self._with_tensors(TensorsChange(str(error), places, attached=True), example, more)
         except TensorsChange as error:
             return self._with_buffers(error, example, more) or self._with_tensors(error, example, more)
         except BufferMade as error:
@@ -201,7 +215,7 @@ class _Tries:
             found = self._once(example, **more)
         except BaseException as other:
             undo()
-            if isinstance(other, _TRIED_OTHERWISE) and not isinstance(other, StateChanges) or not isinstance(other, CaptureError):
+            if _is_tried_otherwise(other) or not isinstance(other, CaptureError):
                 raise
             return None
         said = f"each call changes {', '.join(error.places)}: followed as buffers, which no state_dict holds"
@@ -217,6 +231,8 @@ class _Tries:
         try:
             return self._once(example, **more)
         except CaptureError as other:
+            if _is_tried_otherwise(other):  # with these
+                raise
             self.changing, self.anew = before
             raise error from other
 

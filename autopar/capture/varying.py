@@ -25,7 +25,7 @@ from autopar.capture.standing import tensors_at
 from autopar.capture.state import State
 from autopar.errors import CaptureError, NumbersChange
 from autopar.run.objects import leaf_path
-from autopar.run.varying import Asked, Leaf, Number, Path, Varied, Varying, as_tensor, kind_of
+from autopar.run.varying import Asked, AsPlaced, Leaf, Number, Path, Varied, Varying, as_tensor, kind_of
 
 __all__ = ["Followed", "Numbers", "in_torch", "refuse_kept"]
 
@@ -50,7 +50,6 @@ class Numbers:
                 leaves.append((Leaf(place.path, type(value), place=place), (), value))
         for tensor, inside in tensors_at(state, varying.places):
             if not inside.path.startswith(state.kept):
-                _check_no_gradient(tensor, inside.path)
                 leaves.append((Leaf(inside.path, kind_of(tensor), place=inside), (), tensor))
         self.leaves = tuple(leaf for leaf, _, _ in leaves)
         self.paths = {path: number for number, (_, path, _) in enumerate(leaves) if path}
@@ -61,17 +60,30 @@ class Numbers:
     def __bool__(self) -> bool:
         return bool(self.leaves)
 
+    def follow(self, state: State) -> None:
+        """The model is in another state now, in which other objects may hold them."""
+        now: dict[str, AsPlaced] = {place.path: place for _, place in places(state.held)}
+        moved = (leaf.place and leaf.place.moved(now) for leaf in self.leaves)
+        self.leaves = tuple(leaf._replace(place=place or leaf.place) for leaf, place in zip(self.leaves, moved, strict=True))
+
     def values(self) -> tuple[Any, ...]:
         """What a call that begins now is given."""
         return Varied(leaves=self.leaves).values(self._arguments.__getitem__, lambda place: place.now())
 
-    def detached(self) -> tuple[Any, ...]:
-        """The same, of the model itself: tensors through which gradients would go to an earlier call are detached first, as they are by a
-        loop that trains."""
+    @contextlib.contextmanager
+    def detached(self) -> Iterator[tuple[Any, ...]]:
+        """Around a call of the model itself: the same, where tensors do not go back to earlier calls. Those through which gradients go in
+        the program are leaves that require one."""
+        apart: list[tuple[AsPlaced, Tensor, Tensor]] = []
         for leaf in self.leaves:
-            if leaf.place is not None and isinstance(now := leaf.place.now(), Tensor) and now.requires_grad:
-                leaf.place.put(now.detach())
-        return tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in self.values())
+            now = None if leaf.place is None else leaf.place.now()
+            if leaf.place is not None and isinstance(now, Tensor) and (now.requires_grad or leaf.grad):
+                apart.append((leaf.place, now, now.detach().clone().requires_grad_(leaf.grad)))
+                leaf.place.put(apart[-1][-1])
+        yield tuple(x.detach().clone() if isinstance(x, Tensor) and not x.requires_grad else x for x in self.values())
+        for place, before, there in apart:
+            if place.now() is there:
+                place.put(before)
 
     def set_back(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Before a call: what stands in attributes is again as in these, which are given back."""
@@ -145,14 +157,6 @@ class Followed:
         answer = of(self.values)
         self.asked.setdefault(text, Asked(text, of, answer))
         return answer
-
-
-def _check_no_gradient(tensor: Tensor, path: str) -> None:
-    if tensor.requires_grad:
-        raise CaptureError(
-            f"{path} is of an earlier call, or computed of parameters, and requires a gradient, which goes through one call alone\n  what "
-            f"to do: detach it before the call (.detach()), or begin anew"
-        )
 
 
 def refuse_kept(output: Any, state: State) -> None:

@@ -101,7 +101,7 @@ class Batch:
         numbers: what they are.
 
         Raises TypeError (missing, unknown, not a tensor, wrong dtype) or ValueError (wrong shape or batch size, another
-        constant than captured, a tensor of an earlier call's graph); each names the input.
+        constant than captured); each names the input.
         """
         found = {self.named(path): leaf for path, leaf in self._leaves(args, kwargs)}
         for number in varied.leaves:
@@ -110,8 +110,7 @@ class Batch:
         missing: list[str] = []
         for spec in self._manifest.inputs:
             if spec.name in self._numbers:
-                place = self._numbers[spec.name]
-                bound[spec.name] = _standing(varied.leaves[place].name, numbers[place])
+                bound[spec.name] = _standing(numbers[self._numbers[spec.name]], spec.grad)
                 continue
             path = self.named(spec.path)
             if path in found:
@@ -402,15 +401,11 @@ def _value(leaf: object) -> str:
     return f"{type(leaf).__name__} {leaf!r}"
 
 
-def _standing(name: str, value: Number | Tensor) -> Tensor:
-    """A number or a tensor that stands in an attribute, as a program takes it."""
+def _standing(value: Number | Tensor, grad: bool) -> Tensor:
+    """A number or a tensor that stands in an attribute, as a program takes it. grad: gradients go through it."""
     found = as_tensor(value)
-    if found.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} is of an earlier call, or computed of parameters, and requires a gradient, which goes through one call alone. Detach "
-            f"it before the call (.detach()), or begin anew"
-        )
-    return whole_of(found).detach() if is_part(found) else found.detach()  # type: ignore[arg-type]
+    found = whole_of(found) if is_part(found) else found  # type: ignore[arg-type]
+    return found if grad else found.detach()
 
 
 def _walk(path: Path, value: object) -> Iterator[tuple[Path, object]]:

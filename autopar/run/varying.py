@@ -30,18 +30,21 @@ def as_tensor(number: Number | Tensor) -> Tensor:
 
 
 class Kind(NamedTuple):
-    """Of a tensor. `kind_of` a number is its type."""
+    """Of a tensor. grad: gradients go through it. `kind_of` a number is its type."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    grad: bool = False
 
     def __str__(self) -> str:
-        return f"a tensor {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"a tensor {str(self.dtype).removeprefix('torch.')}{list(self.shape)}{' that requires a gradient' if self.grad else ''}"
 
 
 def kind_of(value: object) -> object:
     """What a program that holds for a value holds for."""
-    return Kind(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value)
+    if not isinstance(value, Tensor):
+        return type(value)
+    return Kind(value.dtype, tuple(value.shape), value.requires_grad and torch.is_grad_enabled())
 
 
 class AsPlaced(Protocol):
@@ -79,6 +82,11 @@ class Leaf(NamedTuple):
     kind: object
     argument: Path = ()
     place: AsPlaced | None = None
+
+    @property
+    def grad(self) -> bool:
+        """Whether it is a tensor through which gradients go."""
+        return isinstance(self.kind, Kind) and self.kind.grad
 
 
 class Asked(NamedTuple):
