@@ -35,11 +35,15 @@ class BufferMade(CaptureError):
 
 
 class StateChanges(CaptureError):
-    """Each call of the model changes what no graph has. places: where, as the picture of a model names it."""
+    """Each call of the model changes what no graph has. places: where, as the picture of a model names it. begun: attributes and closures,
+    among these places or around them, that hold something else when the model is captured than after a call. marks: those that may say that
+    a call has been."""
 
-    def __init__(self, message: str = "", places: Sequence[str] = ()) -> None:
+    def __init__(
+        self, message: str = "", places: Sequence[str] = (), *, begun: Collection[str] = (), marks: Collection[str] = ()
+    ) -> None:
         super().__init__(message)
-        self.places = tuple(places)
+        self.places, self.begun, self.marks = tuple(places), frozenset(begun), frozenset(marks)
 
 
 class NumbersChange(StateChanges):
@@ -47,12 +51,12 @@ class NumbersChange(StateChanges):
 
 
 class TensorsChange(StateChanges):
-    """Each call of the model changes tensors that are neither parameters nor buffers. begun: attributes and closures, among these places
-    or around them, that hold something else when the model is captured. attached: what a call leaves there requires a gradient."""
+    """Each call of the model changes tensors that are neither parameters nor buffers. attached: what a call leaves there requires a
+    gradient."""
 
-    def __init__(self, message: str = "", places: Sequence[str] = (), *, begun: Collection[str] = (), attached: bool = False) -> None:
-        super().__init__(message, places)
-        self.begun, self.attached = frozenset(begun), attached
+    def __init__(self, message: str = "", places: Sequence[str] = (), *, attached: bool = False, **begun: Collection[str]) -> None:
+        super().__init__(message, places, **begun)
+        self.attached = attached
 
 
 class ForeignTensor(CaptureError):

@@ -61,6 +61,7 @@ PLANS = {
     "zero2": PlanOf(gpus=2, pins={"dp": 2, "zero": 2}),
     "hybrid3": PlanOf(gpus=4, pins={"dp": 4, "zero": 3, "shard": 2}),
     "dp2mb2": PlanOf(gpus=2, pins={"dp": 2, "micro_batches": 2}),
+    "pp2mb2": PlanOf(gpus=2, pins={"pp": 2, "micro_batches": 2}),
     "dp2tp2": PlanOf(gpus=4, pins={"dp": 2, "tp": 2}),
     "dp2pp2": PlanOf(gpus=4, pins={"dp": 2, "pp": 2}),
     "tp2pp2": PlanOf(gpus=4, pins={"tp": 2, "pp": 2}),

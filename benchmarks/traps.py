@@ -1,6 +1,6 @@
 """Ordinary programs around a model, beside the same program on one process: right, refused with a remedy, wrong, or failed.
 
-    python -m benchmarks traps [--names A,B] [--kinds A,B] [--plans dp2,tp2,pp2,zero1,zero2,zero3,hybrid3,dp2mb2,dp2tp2,
+    python -m benchmarks traps [--names A,B] [--kinds A,B] [--plans dp2,tp2,pp2,zero1,zero2,zero3,hybrid3,dp2mb2,pp2mb2,dp2tp2,
                                dp2pp2,tp2pp2,dp2pp2zero3,one,one2]
                                [--device cpu] [--default-device cpu] [--json] [--results FILE.jsonl] [--redo failed,wrong]
                                [--limit-s 180] [--list]

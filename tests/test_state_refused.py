@@ -49,22 +49,9 @@ def global_list(m: Any, x: Tensor) -> Tensor:
     return m.linear(x)
 
 
-def average_that_begins_with_none(m: Any, x: Tensor) -> Tensor:
-    m.cache = x.mean(0) if m.cache is None else 0.9 * m.cache + 0.1 * x.mean(0)
-    return m.linear(x)
-
-
 def lazy_buffer_average(m: Any, x: Tensor) -> Tensor:
     m.lazy = x.mean(0) if m.lazy is None else 0.9 * m.lazy + 0.1 * x.mean(0)
     return m.linear(x)
-
-
-def memory(m: Any, x: Tensor) -> Tensor:
-    h = m.linear(x)
-    if m.cache is not None:
-        h = h + m.cache
-    m.cache = x
-    return h
 
 
 def first_call_only(m: Any, x: Tensor) -> Tensor:
@@ -180,9 +167,7 @@ def with_graph(m: Any, x: Tensor) -> Tensor:
 REFUSED: dict[Callable[..., Tensor], str] = {
     class_attribute: r"Model\.shared",
     global_list: "SEEN of",
-    average_that_begins_with_none: "changes cache",
     lazy_buffer_average: "changes lazy",
-    memory: "cache",
     first_call_only: "flag from False to True",
     ticking_closure(): r"ticks, which .* closes over from count\(\d\) to count\(\d\)",
     other_shape: r"buffer ema, which is float32\[6\], float32\[12\]",

@@ -25,7 +25,7 @@ from autopar.capture.answers import NONE, Answers
 from autopar.capture.appended import appended_between, only_appended_to
 from autopar.capture.around import as_called
 from autopar.capture.as_before import as_before, left_as_it_was, plain_as_before
-from autopar.capture.changing import attached, refuse_changing
+from autopar.capture.changing import attached, begun_with, refuse_changing
 from autopar.capture.counted import Count, counts_between, not_read, only_added_to
 from autopar.capture.export import FAILURES, left_at, objective_of
 from autopar.capture.follow import storage_of
@@ -34,7 +34,7 @@ from autopar.capture.held import ABSENT, same
 from autopar.capture.left import Left, left_by
 from autopar.capture.made import in_the_state, made_of
 from autopar.capture.numbers import numbers_like
-from autopar.capture.once import Followed, kept_by_what_happens_once, numbers_kept, numbers_once, refuse_once, said_once
+from autopar.capture.once import Followed, kept_by_what_happens_once, numbers_kept, numbers_once, said_once
 from autopar.capture.said import Said, heard
 from autopar.capture.source import first_line
 from autopar.capture.standing import begin_anew, is_in
@@ -307,25 +307,31 @@ class _InARow:
         return made | by_themselves, by_themselves
 
     def _refuse_numbers(self, made_of_tensors: Collection[str], settled: Sequence[Change]) -> None:
-        """CaptureError for numbers that calls make of tensors, and that the next one reads otherwise than the program."""
+        """NumbersChange for numbers that calls make of tensors, and that the next one reads otherwise than the program."""
         vary = {x.place.path for x in self.varied.leaves if x.place is not None}
-        refuse_once(self.name, kept_by_what_happens_once(vary & self.numbers, self.numbers, settled, self.start))
+        if computed := kept_by_what_happens_once(vary & self.numbers, self.numbers, settled, self.start):
+            raise self._once(computed)
         kept = numbers_kept(self.traced, self.numbers, self.start)
         if kept := [path for path in kept if path not in made_of_tensors and not is_in(path, self.anew)]:
             text = f"each call of {self.name} makes a number of values of tensors, and reads it in the next: {kept[0]}"
             text += "\n  what to do: keep it in a tensor registered as a buffer (register_buffer)"
             once = numbers_once(settled, self.traced, self.start)
-            raise NumbersChange(said_once(self.name, once) if once else text, kept)
+            raise self._once(once, kept) if once else NumbersChange(text, kept)
 
     def _refuse_once(self, found: Calls) -> None:
-        """CaptureError for what the first call computes of values, and later ones keep."""
+        """NumbersChange for what the first call computes of values, and later ones keep."""
         writes, (first, second) = self.writes, self.into
         once = [c.path for c in found.settled if isinstance(c.after, torch.Tensor)]
         once += [name for name, was in writes[0].items() if writes[1][name] != was and writes[1][name] == writes[2][name]]
         once += [name for name in self.frozen if name in first and name not in second]
         computed = _computed(self.model, self.loss, self.inputs, self.start, once, self.calls[0], self.frozen)
         kept = [c for c in found.settled if c.path not in found.made_of_tensors]
-        refuse_once(self.name, [*numbers_once(kept, self.traced, self.start), *computed])
+        if refused := [*numbers_once(kept, self.traced, self.start), *computed]:
+            raise self._once(refused)
+
+    def _once(self, paths: Sequence[str], kept: Sequence[str] = ()) -> NumbersChange:
+        """What is raised of what the first call alone computes at some places. kept: those of numbers that others read."""
+        return NumbersChange(said_once(self.name, paths), kept, **begun_with((*paths, *kept), self.start, self.states[1]))
 
     def _refuse_read(self) -> None:
         """CaptureError if a second call computes otherwise after a backward that has left what hooks leave: those before did not."""

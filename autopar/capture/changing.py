@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
 from autopar.capture.held import Opaque, Shape
-from autopar.capture.left import of_a_module
+from autopar.capture.left import is_read, of_a_module
 from autopar.capture.standing import around, is_in
 from autopar.capture.state import Change, State
 from autopar.errors import CaptureError, NumbersChange, TensorsChange
 
-__all__ = ["attached", "of_earlier_calls", "refuse_changing"]
+__all__ = ["attached", "begun_with", "of_earlier_calls", "refuse_changing", "tensors_change"]
 
 
 def refuse_changing(
@@ -38,22 +38,29 @@ def refuse_changing(
             raise NumbersChange(said, [change.path for change in wrong])
         tensors = [change.path for change in wrong if isinstance(change.before, torch.Tensor)]
         if tensors and start is not None and first is not None:
-            raise _tensors_change(said, tensors, start, first)
+            raise tensors_change(said, tensors, start, first)
         raise TensorsChange(said, tensors) if tensors else CaptureError(said)
     return tuple(written)
 
 
-def _tensors_change(said: str, paths: Sequence[str], start: State, first: State, *, attached: bool = False) -> TensorsChange:
-    """start, first: before the first call and after it."""
-    begun = [path for path in paths if not isinstance(start.leaves.get(path), torch.Tensor)]
+def tensors_change(said: str, paths: Sequence[str], start: State, first: State, *, attached: bool = False) -> TensorsChange:
+    """What is raised of tensors that calls leave at some places. start, first: before the first call and after it."""
     attached = attached or any(t.grad_fn is not None for path, t in first.tensors.items() if path in paths)
-    return TensorsChange(said, paths, begun=around(first, begun), attached=attached)
+    return TensorsChange(said, paths, attached=attached, **begun_with(paths, start, first))
+
+
+def begun_with(paths: Iterable[str], start: State, first: State) -> dict[str, frozenset[str]]:
+    """What a program reads that holds for what stands now at some places at which calls leave something else: `begun` and `marks` of
+    StateChanges. start, first: as of `tensors_change`."""
+    begun = [path for path in paths if not isinstance(start.leaves.get(path), torch.Tensor)]
+    marks = [c.path for c in start.changes(first) if isinstance(c.after, bool | str) and is_read(c.path, start)]
+    return {"begun": around(first, begun), "marks": around(first, marks)}
 
 
 def attached(start: State, first: State, *_: State) -> Callable[[str], TensorsChange] | None:
     """What a second call fails with that goes back through a first one, whose tensors stand in attributes; None where there are none."""
     paths = [c.path for c in start.changes(first) if isinstance(c.after, torch.Tensor) and c.after.grad_fn is not None]
-    return (lambda said: _tensors_change(said, paths, start, first, attached=True)) if paths else None
+    return (lambda said: tensors_change(said, paths, start, first, attached=True)) if paths else None
 
 
 def _remedy(changes: Sequence[Change], start: State | None) -> str:

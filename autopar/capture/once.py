@@ -3,7 +3,7 @@ graph would compute it from every batch anew."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.capture.held import Shape, is_plain, places
 from autopar.capture.left import is_read
 from autopar.capture.state import Change, State
-from autopar.errors import CaptureError
 
-__all__ = ["Followed", "kept_by_what_happens_once", "numbers_kept", "numbers_once", "refuse_once", "said_once"]
+__all__ = ["Followed", "kept_by_what_happens_once", "numbers_kept", "numbers_once", "said_once"]
 
 
 class Followed(TorchDispatchMode):
@@ -72,13 +71,7 @@ def kept_by_what_happens_once(read: Iterable[str], numbers: Collection[str], set
     return sorted(read) if any(is_read(c.path, start) for c in others) else []
 
 
-def refuse_once(name: str, paths: list[str]) -> None:
-    """CaptureError if there are any."""
-    if paths:
-        raise CaptureError(said_once(name, paths))
-
-
-def said_once(name: str, paths: list[str]) -> str:
+def said_once(name: str, paths: Sequence[str]) -> str:
     """What is said of a model of which these are made once."""
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     return (

@@ -18,8 +18,9 @@ from autopar.capture.trace import Trace
 from autopar.ir import Op, Ref, map_refs, refs
 from autopar.run.region import REGION
 
-__all__ = ["in_one_order"]
+__all__ = ["detached_at_once", "in_one_order"]
 
+DETACH = "aten.detach.default"
 T = TypeVar("T")
 Mutations = tuple[tuple[str, str], ...]  # (buffer, the value that it becomes)
 
@@ -48,6 +49,21 @@ def in_one_order(trace: Trace, mutations: Mutations) -> tuple[Trace, Mutations]:
         metas=renamed(trace.metas), storages=renamed(trace.storages),
     )  # fmt: skip
     return changed, tuple((buffer, names.get(value, value)) for buffer, value in mutations)
+
+
+def detached_at_once(trace: Trace) -> Trace:
+    """The trace in which what is detached to be returned is so right behind the operator that makes it: the end of a forward detaches what
+    its beginning has made (`self.hidden = tuple(h.detach() for h in hidden)`), and only what is differentiated goes between stages."""
+    ops = list(trace.ops)
+    made = {o: k for k, t in enumerate(ops) for o in t.op.outputs if o is not None}
+    read = {r for t in ops for r in refs(t.op)}
+    keys = [float(k) for k in range(len(ops))]
+    for k, t in enumerate(ops):
+        (of, *_), (to, *_) = (*refs(t.op), ""), t.op.outputs
+        if t.op.target == DETACH and of in made and to in trace.returned and to not in read:
+            keys[k] = made[of] + 0.5
+    order = sorted(range(len(ops)), key=keys.__getitem__)
+    return trace if order == sorted(order) else dataclasses.replace(trace, ops=tuple(ops[k] for k in order))
 
 
 def _order_of_reading(ops: Sequence[Op], ends: Sequence[str]) -> dict[int, int]:

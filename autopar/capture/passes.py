@@ -47,7 +47,7 @@ from autopar.capture.normalise import (
     with_copies_returned,
     with_old_values,
 )  # fmt: skip
-from autopar.capture.order import in_one_order
+from autopar.capture.order import detached_at_once, in_one_order
 from autopar.capture.own_gradients import OwnGradients, other_backward
 from autopar.capture.picked import with_picks_of_samples
 from autopar.capture.refused import check_inputs, check_tensors
@@ -122,7 +122,7 @@ def captured_by(
         with held_back():
             start = State.take(model, loss, before)
             checkpointed = functions_called()
-            numbers = Numbers(varying, inputs, positional_names(model), start)
+            numbers = Numbers(varying, inputs, positional_names(model), start, trains=trains)
             found, trace = trace_of(
                 model, loss, inputs, start, outputs=outputs, as_written=as_written, leaves=places, sizes=sizes, varying=numbers, drawn=drawn
             )
@@ -194,7 +194,7 @@ def _passed(
     """given: the inputs. at_rest: parameters in a lower dtype than they rest in, by their ids. The others as of `capture`."""
     infer = Inference()
     trace, mutations = functionalize(with_casts(trace, infer), infer, written)
-    trace, mutations = in_one_order(trace, mutations)
+    trace, mutations = in_one_order(detached_at_once(trace), mutations)
     trace = with_picks_of_samples(with_known_masks(trace))
     frozen = {b.fqn: trace.tensors[b.value] for b in trace.buffers if b.parameter and b.fqn is not None}
     _check_precision(model, at_rest, frozen)

@@ -179,22 +179,14 @@ class _Tries:
             self.made.extend(error.made)
             return self._once(example, **more)
         except NumbersChange as error:
-            before, new = set(self.changing), set(error.places) - self.changing
-            if not new:
-                raise
-            self.changing |= new
-            try:
-                return self._once(example, **more)
-            except CaptureError as other:
-                self.changing = before
-                raise error from other
+            return self._with_numbers(error, example, more)
         except ForeignTensor as error:
             places = of_earlier_calls(State.take(self.model, self.loss), error.tensor)
             if not places:
                 raise
-            return self._with_tensors(TensorsChange(str(error), places, attached=True), example, more)
+            return self._with_what_stands(TensorsChange(str(error), places, attached=True), example, more)
         except TensorsChange as error:
-            return self._with_buffers(error, example, more) or self._with_tensors(error, example, more)
+            return self._with_buffers(error, example, more) or self._with_what_stands(error, example, more)
         except BufferMade as error:
             begun = functools.partial(self._once, example, **more)
             return as_a_call_leaves_it(self.model, self.loss, inputs_in(self.dtype, example), begun, dtype=self.dtype, error=error)
@@ -202,6 +194,20 @@ class _Tries:
             return found
         with holding(self.model, found.made):
             return self._at_once(example, **more)
+
+    def _with_numbers(self, error: NumbersChange, example: Inputs, more: dict[str, Any]) -> Captured:
+        """With numbers that calls change as inputs of the program; where the first call alone computes them, for what stands there now."""
+        before, new = set(self.changing), set(error.places) - self.changing
+        why: CaptureError | None = None
+        if new:
+            self.changing |= new
+            try:
+                return self._once(example, **more)
+            except CaptureError as other:
+                self.changing, why = before, other
+        if error.begun or error.marks:
+            return self._with_what_stands(error, example, more)
+        raise error from why
 
     def _with_buffers(self, error: TensorsChange, example: Inputs, more: dict[str, Any]) -> Captured | None:
         """With tensors that calls change as buffers, which they stay where a program holds for it; None where they cannot be: they are in
@@ -221,20 +227,23 @@ class _Tries:
         said = f"each call changes {', '.join(error.places)}: followed as buffers, which no state_dict holds"
         return dataclasses.replace(found, program=found.program.replace(notes=(*found.program.notes, said)))
 
-    def _with_tensors(self, error: TensorsChange, example: Inputs, more: dict[str, Any]) -> Captured:
-        """With tensors that calls change as inputs and outputs of the program; where something else stands now, for that."""
+    def _with_what_stands(self, error: StateChanges, example: Inputs, more: dict[str, Any]) -> Captured:
+        """With what calls change as inputs and outputs of the program; where something else stands now, for that."""
+        why: CaptureError | None = None
         before = set(self.changing), self.anew
         self.changing |= {path for path in error.places if not is_in(path, error.begun)}
-        self.anew |= error.begun
-        if before == (self.changing, self.anew):
-            raise error
-        try:
-            return self._once(example, **more)
-        except CaptureError as other:
-            if _is_tried_otherwise(other):  # with these
-                raise
-            self.changing, self.anew = before
-            raise error from other
+        for anew in dict.fromkeys((self.anew | error.begun, self.anew | error.begun | error.marks)):
+            if before == (self.changing, anew):
+                continue
+            self.anew = anew
+            try:
+                return self._once(example, **more)
+            except CaptureError as other:
+                if _is_tried_otherwise(other):  # with these
+                    raise
+                why = other
+        self.changing, self.anew = before
+        raise error from why
 
     def _at_once(self, example: Inputs, **more: Any) -> Captured:
         """As the model runs; else, if it asks whether it is traced, as it does where it is."""

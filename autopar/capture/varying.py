@@ -36,9 +36,9 @@ _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 class Numbers:
     """Those of a capture. paths: of arguments, as the call gives them. values: in this call."""
 
-    def __init__(self, varying: Varying, inputs: _Inputs, names: Sequence[str], state: State) -> None:
-        """names: of the forward's positional parameters. state: of the model; places at which there is no number are left out.
-        CaptureError if an argument is not there, or is no number."""
+    def __init__(self, varying: Varying, inputs: _Inputs, names: Sequence[str], state: State, *, trains: bool = True) -> None:
+        """names: of the forward's positional parameters. state: of the model; places at which there is no number, and no tensor, are left
+        out. trains: gradients go through tensors that require one. CaptureError if an argument is not there, or is no number."""
         leaves: list[tuple[Leaf, Path, Number | Tensor]] = []
         for path, value in pytree.tree_leaves_with_path(inputs):
             first, *rest = found = leaf_path(path)
@@ -50,7 +50,8 @@ class Numbers:
                 leaves.append((Leaf(place.path, type(value), place=place), (), value))
         for tensor, inside in tensors_at(state, varying.places):
             if not inside.path.startswith(state.kept):
-                leaves.append((Leaf(inside.path, kind_of(tensor), place=inside), (), tensor))
+                kind = kind_of(tensor if trains else tensor.detach())
+                leaves.append((Leaf(inside.path, kind, place=inside), (), tensor))
         self.leaves = tuple(leaf for leaf, _, _ in leaves)
         self.paths = {path: number for number, (_, path, _) in enumerate(leaves) if path}
         if len(self.paths) < len(varying.arguments):

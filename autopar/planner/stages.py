@@ -211,13 +211,15 @@ def recomputable(program: Program, span: Span) -> bool:
 
 
 def used_on(lowered: Lowered) -> dict[str, tuple[int, ...]]:
-    """Value -> the stages whose operators read it, or that change it at the end; what the prologue reads, on every stage."""
+    """Value -> the stages whose operators read it, or that change it at the end; what the prologue reads, or
+    cuts into micro-batches, on every stage."""
     used: dict[str, dict[int, None]] = {}
     for stage in lowered.stages:
         for value in (*(r for op in stage.ops for r in refs(op)), *(b for b, _ in stage.mutations)):
             used.setdefault(value, {})[stage.index] = None
     everywhere = tuple(stage.index for stage in lowered.stages)
-    return {v: tuple(s) for v, s in used.items()} | {v: everywhere for op in lowered.prologue for v in refs(op)}
+    before = (*(v for op in lowered.prologue for v in refs(op)), *lowered.prologue_outputs)
+    return {v: tuple(s) for v, s in used.items()} | dict.fromkeys(before, everywhere)
 
 
 def _owner(program: Program, value: str, bounds: tuple[int, ...]) -> int:
