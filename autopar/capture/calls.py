@@ -29,15 +29,24 @@ from autopar.capture.changing import attached, begun_with, refuse_changing
 from autopar.capture.counted import Count, counts_between, not_read, only_added_to
 from autopar.capture.export import FAILURES, left_at, objective_of
 from autopar.capture.follow import storage_of
-from autopar.capture.given import Inputs, check_inputs, check_parameters, copied, differentiated, marks
+from autopar.capture.given import (
+    Inputs,
+    check_inputs,
+    check_parameters,
+    copied,
+    differentiated,
+    marks,
+    other_parameters,
+    others,
+)
 from autopar.capture.held import ABSENT, same
-from autopar.capture.left import Left, left_by
+from autopar.capture.left import Left, is_read, left_by
 from autopar.capture.made import in_the_state, made_of
 from autopar.capture.numbers import numbers_like
 from autopar.capture.once import Followed, kept_by_what_happens_once, numbers_kept, numbers_once, said_once
 from autopar.capture.said import Said, heard
 from autopar.capture.source import first_line
-from autopar.capture.standing import begin_anew, is_in
+from autopar.capture.standing import around, begin_anew, is_in
 from autopar.capture.state import Change, State
 from autopar.capture.varying import Numbers
 from autopar.capture.watched import Reads, Writes
@@ -55,7 +64,7 @@ class Call:
     """One call. gradients: of the asked parameters, in their order. of_inputs: of the inputs that require one, in the order of their
     leaves. scaled: both, of the loss multiplied by a number. buffers: by name, after it, with the frozen parameters that it writes to.
     returned: the tensors that the model returned beside the loss, where they were asked for. numbers: that it was given, of those that
-    vary."""
+    vary. otherwise: of inputs and parameters that are `otherwise`."""
 
     loss: torch.Tensor
     gradients: tuple[torch.Tensor | None, ...]
@@ -64,6 +73,7 @@ class Call:
     buffers: Mapping[str, torch.Tensor]
     returned: tuple[torch.Tensor, ...] = ()
     numbers: tuple[Number | torch.Tensor, ...] = ()
+    otherwise: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +83,8 @@ class Calls:
     which none reads. left: what a call leaves of all these. set_back: the buffers that were given their first values again before the
     second call, so that it was answered as the first was (numbers are, too). made: those of `settled` that are buffers of the state_dict,
     by name. said: what each prints and logs. by_hooks: where hooks leave something in backward, which no call reads. made_of_tensors: those
-    of `counted` that are numbers which it makes of tensors, or that change by themselves."""
+    of `counted` that are numbers which it makes of tensors, or that change by themselves. once: where code may read what the first call
+    alone changes."""
 
     calls: tuple[Call, ...]
     settled: tuple[Change, ...]
@@ -85,6 +96,7 @@ class Calls:
     said: tuple[Sequence[Said], ...] = ((), ())
     by_hooks: frozenset[str] = frozenset()
     made_of_tensors: frozenset[str] = frozenset()
+    once: frozenset[str] = frozenset()
 
 
 def call_twice(
@@ -133,12 +145,14 @@ class _InARow:
         self.set_back = self.by_hooks = frozenset[str]()
         self.made: dict[str, torch.Tensor] = {}  # what the first call put somewhere
         self.read = frozenset[str]()  # what of that the second one read
+        self.otherwise = False  # the second one has other inputs and parameters
 
     def twice(self) -> Calls:
         first_values = _copies(self._held())
         with as_before(self.model, self.start, (*self.frozen.values(), *self.moved_before.values())):
             self._call()
             self.made = _made(self.states)
+            self.otherwise = self.compare and not self.answers.written_names and bool(self._once_read())
             if self.answers.changed_of(self.model):
                 self.set_back = _set_back(self._held(), first_values)
             self._call()
@@ -147,6 +161,21 @@ class _InARow:
             found = self._looked_at()
         self._refuse_once(found)
         return found
+
+    def _once_read(self) -> list[str]:
+        """Where the first call has changed what code may read: it may compute otherwise from now on, in a way that does not show where the
+        same is computed of the same (a running mean that begins with the first one)."""
+        return [c.path for c in self.start.changes(self.states[1]) if is_read(c.path, self.start) and not is_in(c.path, self.anew)]
+
+    @contextlib.contextmanager
+    def _given(self, number: int) -> Iterator[Inputs]:
+        """Around a call: what it is given."""
+        given = copied(self.inputs)
+        if not (number and self.otherwise):
+            yield given
+            return
+        with other_parameters(p for name, p in self.model.named_parameters() if name not in self.frozen):
+            yield others(given)
 
     def _held(self) -> dict[str, torch.Tensor]:
         """What the trace was told of that a call may change."""
@@ -171,15 +200,14 @@ class _InARow:
     def _call(self) -> None:
         model, number = self.model, len(self.calls)
         own_errors = functools.partial(_own_errors, model, number, attached(*self.states) if number else None)
-        with self._begun() as now:
+        with self._begun() as now, self._given(number) as given:
             stand = [t for t in now if isinstance(t, torch.Tensor) and t.requires_grad]
             watch = Reads(self.made.values()) if number else contextlib.nullcontext()
             moving = Writes(self.frozen) if self.frozen else contextlib.nullcontext()
             scaled = {}
             for scale in self.scales if self.compare else ():
                 with own_errors(), left_as_it_was(model, self.loss), from_seed(number, outside=self.reseed):
-                    scaled[scale] = self._scaled(scale, stand)
-            given = copied(self.inputs)
+                    scaled[scale] = self._scaled(scale, copied(given), stand)
             with own_errors(), torch.enable_grad(), from_seed(number, outside=self.reseed):
                 wanted = (*self.parameters, *differentiated(given), *stand) if self.compare else ()
                 dicts = dicts_given(*given)
@@ -198,6 +226,7 @@ class _InARow:
         self.calls.append(
             Call(
                 loss=result.detach(), gradients=found[:n], of_inputs=found[n:], scaled=scaled, numbers=now,
+                otherwise=bool(number and self.otherwise),
                 buffers=_copies({**dict(model.named_buffers(remove_duplicate=False)), **self.frozen}),
                 returned=tuple(t.detach().clone() for t in (*others, *left_there)),
             )
@@ -214,9 +243,8 @@ class _InARow:
         left_there = left_at(self.leaves, self.model, self.loss, self.start)
         return output, *objective_of(output, self.loss, self.outputs, left_there), left_there
 
-    def _scaled(self, scale: float, stand: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    def _scaled(self, scale: float, given: Inputs, stand: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the loss times a number, in a call of its own: a backward that is the model's own may free what it needs."""
-        given = copied(self.inputs)
         with torch.enable_grad(), as_called(given):
             _, result, _, _ = self._output(given)
         return gradients_of(result, (*self.parameters, *differentiated(given), *stand), scale)
@@ -261,6 +289,7 @@ class _InARow:
         return Calls(
             calls=tuple(self.calls), settled=settled, written=written, left=left,
             counted=(*(c.path for c in counts), *paths, *made_of_tensors, *vary), made_of_tensors=made_of_tensors,
+            once=around(first, self._once_read()) if self.otherwise else frozenset(),
             set_back=self.set_back, made=made_of(settled, in_the_state(self.model)), said=tuple(self.said), by_hooks=self.by_hooks,
         )  # fmt: skip
 
@@ -337,9 +366,8 @@ class _InARow:
         """CaptureError if a second call computes otherwise after a backward that has left what hooks leave: those before did not."""
         with as_before(self.model, self.start):
             for number in (0, 1):
-                with self._begun() as now, _own_errors(self.model, number), torch.enable_grad():
+                with self._begun() as now, self._given(number) as given, _own_errors(self.model, number), torch.enable_grad():
                     stand = [t for t in now if isinstance(t, torch.Tensor) and t.requires_grad]
-                    given = copied(self.inputs)
                     with from_seed(number, outside=self.reseed), as_called(given):
                         _, result, _, _ = self._output(given)
                         found = gradients_of(result, (*self.parameters, *differentiated(given), *stand))

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from autopar.capture.answers import NONE, Answers
-from autopar.capture.calls import Calls, gradients_of
+from autopar.capture.calls import Call, Calls, gradients_of
+from autopar.capture.given import otherwise
 from autopar.capture.interpret import run_whole_program
 from autopar.capture.source import first_line
 from autopar.errors import CaptureError, NumbersChange, OtherGradients
@@ -18,6 +19,8 @@ from autopar.run.outside_draws import from_seed
 from autopar.run.varying import NUMBERS, as_tensor
 
 __all__ = ["check_program", "trainable_tensors"]
+
+Gradients = tuple[torch.Tensor | None, ...]
 
 # The largest difference allowed, relative to the largest gradient: many roundings of the precision, far below any real difference.
 _TOLERANCE: dict[torch.dtype | None, float] = {
@@ -45,51 +48,91 @@ def check_program(
     what the model returns.
 
     calls: with the gradients of `trainable_tensors`. inputs: by value name, in the order of their leaves. Nothing that is given is changed.
+    NumbersChange for what the first call alone changes, and later ones may read.
     """
-    trainable = trainable_tensors(program, tensors)
-    leaves = trainable | {value: tensor for value, tensor in inputs.items() if tensor.requires_grad}
-    fqn_of = {p.value: p.fqn for p in program.params} | {i.value: f"the input {i.value}" for i in program.inputs}
-    value_of = {p.fqn: p.value for p in program.params} | {b.fqn: b.value for b in program.buffers if b.fqn is not None}
-    state = {b.value: tensors[b.value].detach().clone() for b in program.buffers}
-    for number, call in enumerate(calls.calls):
-        which = "" if number == 0 else f" at call {number + 1} in a row"
-        written = answers.written({name: tensors[value] for name, value in value_of.items()}.__getitem__)
-        leaves |= {value_of[name]: value.requires_grad_() for name, value in written.items()}
-        tensors = dict(tensors) | leaves
+    _Comparison(program, calls, tensors, inputs, names, dtype=dtype, answers=answers, returned=returned).run()
+
+
+class _Comparison:
+    """As of `check_program`. leaves: what is differentiated, by value. state: of the buffers, after the calls so far."""
+
+    def __init__(
+        self, program: Program, calls: Calls, tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor],
+        names: tuple[str, ...], *, dtype: torch.dtype | None, answers: Answers, returned: Returned | None,
+    ) -> None:  # fmt: skip
+        self.program, self.calls, self.names, self.dtype, self.answers, self.returned = program, calls, names, dtype, answers, returned
+        self.leaves = trainable_tensors(program, tensors) | {value: t for value, t in inputs.items() if t.requires_grad}
+        self.tensors, self.inputs = dict(tensors), dict(inputs)
+        self.fqn_of = {p.value: p.fqn for p in program.params} | {i.value: f"the input {i.value}" for i in program.inputs}
+        self.value_of = {p.fqn: p.value for p in program.params} | {b.fqn: b.value for b in program.buffers if b.fqn is not None}
+        self.state = {b.value: tensors[b.value].detach().clone() for b in program.buffers}
+
+    def run(self) -> None:
+        for number, call in enumerate(self.calls.calls):
+            which = "" if number == 0 else f" at call {number + 1} in a row"
+            self._begin(number, call)
+            try:
+                found, outputs, gradients, scaled = self._ran(number, call, which)
+                self._compare(call, which, found, outputs, gradients, scaled)
+            except CaptureError as error:
+                numbers = [change.path for change in self.calls.settled if change.of_numbers]
+                if not number or not (numbers or self.calls.once):
+                    raise
+                raise NumbersChange(str(error), numbers, marks=self.calls.once) from error.__cause__
+
+    def _begin(self, number: int, call: Call) -> None:
+        """What the program is given in a call."""
+        program, tensors, inputs, leaves = self.program, self.tensors, self.inputs, self.leaves
+        if call.otherwise:
+            tensors |= {p.value: otherwise(tensors[p.value]) for p in program.params}
+            inputs |= {i.value: otherwise(inputs[i.value]) for i in program.inputs if i.path[:1] != (NUMBERS,)}
+            leaves |= {value: t for value, t in {**tensors, **inputs}.items() if value in leaves}
+        written = self.answers.written({name: tensors[value] for name, value in self.value_of.items()}.__getitem__)
+        leaves |= {self.value_of[name]: value.requires_grad_() for name, value in written.items()}
+        tensors |= leaves
         if number:
-            state |= {b.value: tensors[b.value].detach().clone() for b in program.buffers if b.fqn in calls.set_back}
+            again = (b.value for b in program.buffers if b.fqn in self.calls.set_back)
+            self.state |= {value: tensors[value].detach().clone() for value in again}
         standing = {i.value: as_tensor(call.numbers[int(i.path[1])]) for i in program.inputs if i.path[:1] == (NUMBERS,)}
-        standing = {value: t.detach().requires_grad_(t.requires_grad) for value, t in standing.items()}
-        leaves |= {value: t for value, t in standing.items() if t.requires_grad}
-        inputs = dict(inputs) | standing
+        inputs |= {value: t.detach().requires_grad_(t.requires_grad) for value, t in standing.items()}
+        leaves |= {value: inputs[value] for value, t in standing.items() if t.requires_grad}
+
+    def _ran(self, number: int, call: Call, which: str) -> tuple[torch.Tensor, list[torch.Tensor], Gradients, dict[float, Gradients]]:
+        """The loss, the other outputs, the gradients of the leaves, and those of the loss that is scaled."""
+        program, leaves = self.program, list(self.leaves.values())
         try:
             scaled = {}
             for scale in call.scaled:
                 with torch.enable_grad(), from_seed(number):
-                    own = {value: tensor.clone() for value, tensor in state.items()}
-                    scaled[scale] = gradients_of(run_whole_program(program, {**tensors, **inputs, **own})[0], list(leaves.values()), scale)
+                    own = {value: tensor.clone() for value, tensor in self.state.items()}
+                    scaled[scale] = gradients_of(run_whole_program(program, {**self.tensors, **self.inputs, **own})[0], leaves, scale)
             with torch.enable_grad(), from_seed(number):
-                found, *outputs = run_whole_program(program, dict(tensors) | dict(inputs) | state)
-                gradients = gradients_of(found, list(leaves.values()))
+                found, *outputs = run_whole_program(program, self.tensors | self.inputs | self.state)
+                gradients = gradients_of(found, leaves)
         except _FAILURES as e:
             raise CaptureError(
                 f"the captured program of {program.name} cannot run{which}: {first_line(e)}\n  what to do: look for values of tensors that "
                 f"become Python numbers in the forward (.item(), int(), asserts), and keep them tensors"
             ) from e
-        tolerance = max(_TOLERANCE.get(d, 0.0) for d in (*(t.dtype for t in leaves.values()), call.loss.dtype, dtype))
+        return found, outputs, gradients, scaled
+
+    def _compare(
+        self, call: Call, which: str, found: torch.Tensor, outputs: Sequence[torch.Tensor], gradients: Gradients,
+        scaled: Mapping[float, Gradients],
+    ) -> None:  # fmt: skip
+        program, leaves, calls = self.program, self.leaves, self.calls
+        tolerance = max(_TOLERANCE.get(d, 0.0) for d in (*(t.dtype for t in leaves.values()), call.loss.dtype, self.dtype))
         if not _close(call.loss, found, tolerance * max(1.0, abs(call.loss.item()))):
-            said = (
+            raise CaptureError(
                 f"the captured program's loss{which} is {found.item()!r}, the model's is {call.loss.item()!r}\n  what to do: if the "
                 f"forward draws random numbers from Python or numpy, make it draw from torch; if it keeps state from call to call"
                 f"{_of(calls)}, keep it in a buffer; if its first call sets something up, call the model once before compiling it; if it "
                 f"asks whether it is traced, ask torch.compiler.is_compiling() under that name; else this is a defect of autopar"
             )
-            numbers = [change.path for change in calls.settled if change.of_numbers]
-            raise NumbersChange(said, numbers) if number and numbers else CaptureError(said)
         by_name = dict(zip(program.outputs, outputs, strict=True))
-        ours = [by_name[name] for name in names]
-        if returned is not None:
-            ours = [*returned.in_order(ours), *ours[len(returned.names) :]]
+        ours = [by_name[name] for name in self.names]
+        if self.returned is not None:
+            ours = [*self.returned.in_order(ours), *ours[len(self.returned.names) :]]
         for k, (our, output) in enumerate(zip(ours, call.returned, strict=True)):
             if not _same_output(output, our, tolerance):
                 raise CaptureError(
@@ -99,7 +142,7 @@ def check_program(
         wrong = _wrong(leaves, (*call.gradients, *call.of_inputs), gradients, tolerance)
         for factor, expected in call.scaled.items():  # what is cut off where gradients are large, or left out where they are small
             wrong = wrong or _wrong(leaves, expected, scaled[factor], tolerance)
-        wrong = [fqn_of[value] for value in wrong]
+        wrong = [self.fqn_of[value] for value in wrong]
         if wrong:
             raise OtherGradients(
                 f"the captured program's gradients of {_listed(wrong)} differ from the model's{which} by more than {tolerance:g} of the "
@@ -107,7 +150,7 @@ def check_program(
                 f"removed again on the way to these parameters"
             )
         named = {b.fqn: b.value for b in program.buffers if b.fqn is not None and not b.region}
-        wrong = [fqn for fqn, value in named.items() if not _same_buffer(call.buffers[fqn], state[value], tolerance)]
+        wrong = [fqn for fqn, value in named.items() if not _same_buffer(call.buffers[fqn], self.state[value], tolerance)]
         if wrong:
             raise CaptureError(
                 f"the captured program's buffers {_listed(wrong)} differ{which} from what the model's forward makes of them{_of(calls)}\n"

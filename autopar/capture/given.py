@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch.utils import _pytree as pytree
 from autopar.capture.held import ABSENT
 from autopar.errors import CaptureError
 
-__all__ = ["Inputs", "apart", "check_inputs", "check_parameters", "copied", "differentiated", "marks"]
+__all__ = [
+    "Inputs", "apart", "check_inputs", "check_parameters", "copied", "differentiated", "marks", "other_parameters", "others", "otherwise",
+]  # fmt: skip
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -31,6 +34,41 @@ def copied(inputs: Inputs) -> Inputs:
 
     made: Inputs = pytree.tree_map_only(torch.Tensor, clone, inputs)
     return made
+
+
+def otherwise(t: torch.Tensor) -> torch.Tensor:
+    """Another tensor of its kind, where it is dense and of real numbers: each entry is nearer to zero by a part of its own, of at most a
+    twentieth."""
+    if not t.is_floating_point() or t.layout != torch.strided or t.is_meta:
+        return t
+    steps = torch.arange(t.numel(), dtype=torch.float32, device=t.device).reshape(t.shape)
+    return (t.detach() * (1 - 0.05 * torch.cos(steps).square()).to(t.dtype)).requires_grad_(t.requires_grad)
+
+
+def others(inputs: Inputs) -> Inputs:
+    """Inputs of the same kinds as these, which are copies: of what is one tensor there is one here."""
+    known: dict[int, torch.Tensor] = {}
+
+    def other(t: torch.Tensor) -> torch.Tensor:
+        if id(t) not in known:
+            known[id(t)] = otherwise(t)
+        return known[id(t)]
+
+    made: Inputs = pytree.tree_map_only(torch.Tensor, other, inputs)
+    return made
+
+
+@contextlib.contextmanager
+def other_parameters(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, these have other values."""
+    before = [(p, p.data) for p in params]
+    try:
+        for p, value in before:
+            p.data = otherwise(value)
+        yield
+    finally:
+        for p, value in before:
+            p.data = value
 
 
 def apart(inputs: Inputs) -> Inputs:
