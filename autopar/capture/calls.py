@@ -324,7 +324,7 @@ class _InARow:
 
     def _unread_numbers(self, moved: Mapping[str, Change], lists: Collection[str]) -> tuple[frozenset[str], frozenset[str]]:
         """The numbers that each call leaves and none reads: all, which it makes of tensors or that change by themselves, and the latter:
-        the time, draws. lists: the paths of those to which calls append."""
+        the time, draws, texts. lists: the paths of those to which calls append."""
         vary = {x.place.path for x in self.varied.leaves if x.place is not None}
         made = frozenset(path for path in self.numbers if is_in(path, lists) or path in vary)
         taken = functools.partial(State.take, self.model, self.loss, self.start)
@@ -333,6 +333,7 @@ class _InARow:
         unread = frozenset(path for path in by_themselves if not is_in(path, lists))
         if unread != not_read(unread, self.states[-1], self._again, taken):
             by_themselves = frozenset()
+        by_themselves |= {c.path for c in moved.values() if type(c.before) is type(c.after) is str and not is_read(c.path, self.start)}
         return made | by_themselves, by_themselves
 
     def _refuse_numbers(self, made_of_tensors: Collection[str], settled: Sequence[Change]) -> None:

@@ -110,9 +110,11 @@ def not_read(paths: Collection[str], state: State, call: Callable[[], Any], take
     stands: dict[str, Place] = {}
 
     def standing(value: Any, path: str, place: Place) -> Any:
-        if type(value) is tuple:
+        if _is_tuple(value):
             items = tuple(standing(x, f"{path}[{k}]", place) for k, x in enumerate(value))
-            return items if any(map(operator.is_not, items, value)) else value
+            if not any(map(operator.is_not, items, value)):
+                return value
+            return items if type(value) is tuple else type(value)(*items)
         if path not in paths or not isinstance(value, int | float | numpy.ndarray):
             return value
         stands[path] = place
@@ -132,8 +134,12 @@ def not_read(paths: Collection[str], state: State, call: Callable[[], Any], take
     return frozenset(path for path in stands if path not in asked | stay and type(later.get(path, ABSENT)) is not _Added)
 
 
-def _members(value: object) -> tuple[object, ...]:
-    return value if type(value) is tuple else (value,)
+def _is_tuple(value: object) -> bool:
+    return type(value) is tuple or (isinstance(value, tuple) and hasattr(type(value), "_fields"))
+
+
+def _members(value: Any) -> tuple[object, ...]:
+    return value if _is_tuple(value) else (value,)
 
 
 def only_added_to(counts: Sequence[Count], call: Callable[[], Any]) -> list[Count]:
