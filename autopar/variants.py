@@ -21,10 +21,14 @@ from torch import Tensor, nn
 
 from autopar.axes import BATCH
 from autopar.capture import Captured, captured_alike, program_hash
+from autopar.capture.around import as_called
+from autopar.capture.as_before import left_as_it_was
 from autopar.capture.assembled import differentiable_throughout
 from autopar.capture.export import each_output
+from autopar.capture.given import copied
+from autopar.capture.said import heard
 from autopar.capture.state import State
-from autopar.errors import CaptureError, PlanError
+from autopar.errors import AutoparError, CaptureError, PlanError
 from autopar.ir import Buffer, Param, Program, refs
 from autopar.planner import Plan, complete
 from autopar.planner.wishes import FOR_LOSS_OUTSIDE
@@ -33,8 +37,9 @@ from autopar.run import ParallelModule
 from autopar.run.form import Anew, Emitted
 from autopar.run.grad_mode import with_gradients
 from autopar.run.hooks import of_calls
-from autopar.run.inputs import positional_names
+from autopar.run.inputs import arguments_of, positional_names
 from autopar.run.manifest import ParamSpec
+from autopar.run.outside_draws import from_seed
 from autopar.run.part import is_part
 from autopar.run.together import decided_by_rank_0, done_by_all
 from autopar.run.varying import Varying
@@ -173,11 +178,18 @@ class Variants:
         try:
             return again()
         except CaptureError as error:
+            self._call_the_original(inputs)
             if found := next((path for path, t in State.take(self._model, self._loss).tensors.items() if is_part(t)), ""):
                 raise CaptureError(f"{error}{_PARTS.format(found)}") from error
             if type(error) is not CaptureError or not any(map(of_calls, self._model.modules())):
                 raise
             raise CaptureError(f"{error}{_A_TOOL}") from error
+
+    def _call_the_original(self, inputs: Any) -> None:
+        """Raises what the model's own forward does for these inputs, for the loop to catch as it would on one process."""
+        args, kwargs = copied(arguments_of(inputs))
+        with left_as_it_was(self._model, self._loss), heard(), from_seed(0), as_called((args, kwargs)), contextlib.suppress(AutoparError):
+            self._model(*args, **kwargs)
 
     @staticmethod
     def check(module: ParallelModule, emitted: Emitted) -> None:

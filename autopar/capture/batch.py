@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.catalog import OpView, strategies_of
 from autopar.ir import Layout, Op, P, S, Strategy, TensorType, call_text, refs
 
-__all__ = ["batch_size_of", "batched_of", "may_be_confused"]
+__all__ = ["batch_size_of", "batched_of", "may_be_confused", "samples_of"]
 
 Reach = dict[str, set[Layout]]  # value -> how it can be cut
 
@@ -86,6 +86,17 @@ def batched_of(ops: Sequence[Op], types: Mapping[str, TensorType], inputs: Seque
     products = [op for op, strategies in zip(ops, stated, strict=True) if _is_product(strategies)]
     works = {v for v in same if any(reach[v].keys() & set(refs(op)) and not follows & set(refs(op)) for op in products)}
     return tuple(v for v in same if not any(v in g and not g & works for g in other))
+
+
+def samples_of(
+    values: Iterable[str], ops: Sequence[Op], types: Mapping[str, TensorType], batched: Sequence[str], n: int
+) -> dict[str, Layout]:
+    """How these values are cut where the inputs that hold the batch are cut among n ranks; those that are not are left out."""
+    values = [v for v in values if any(size and size % n == 0 for size in types[v].shape)]
+    stated = _strategies(ops, types, n) if values else []
+    reach = [_reach(start, ops, stated) for start in (batched if values else ())]
+    cuts = {v: {x for found in reach for x in found.get(v, ())} for v in values}
+    return {v: min(found, key=lambda x: (x.dim, x.groups)) for v, found in cuts.items() if found}
 
 
 def _is_product(strategies: Sequence[Strategy]) -> bool:

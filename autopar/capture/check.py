@@ -146,8 +146,8 @@ class _Comparison:
         if wrong:
             raise OtherGradients(
                 f"the captured program's gradients of {_listed(wrong)} differ from the model's{which} by more than {tolerance:g} of the "
-                f"largest\n  what to do: look for torch.no_grad, .detach(), .data, custom autograd functions, and hooks that are "
-                f"removed again on the way to these parameters"
+                f"largest\n  what to do: look for torch.no_grad, .detach(), .data, requires_grad_(...) in the forward, custom autograd "
+                f"functions, and hooks that are removed again on the way to these parameters"
             )
         named = {b.fqn: b.value for b in program.buffers if b.fqn is not None and not b.region}
         wrong = [fqn for fqn, value in named.items() if not _same_buffer(call.buffers[fqn], self.state[value], tolerance)]

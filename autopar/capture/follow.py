@@ -119,9 +119,11 @@ class Registries:
         for what, now, before in (("parameter", module._parameters, registry.params), ("module", module._modules, registry.modules)):
             for name in dict.fromkeys((*now, *before)):
                 if now.get(name) is not before.get(name):
+                    remedy = f"; new values for {prefix}{name}, which is frozen then, are written by {name}.data.copy_(...)"
                     raise CaptureError(
                         f"the forward replaces the {what} {prefix}{name}\n  what to do: do so before compiling the model (where the first "
                         f"call alone does, call the model once), and let the forward compute with what is there"
+                        f"{remedy if what == 'parameter' else ''}"
                     )
         for name in _trained(module) ^ registry.trained:
             raise CaptureError(

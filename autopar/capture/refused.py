@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
@@ -27,7 +28,13 @@ def check_inputs(model: nn.Module, inputs: Inputs) -> None:
 
 
 def check_tensors(model: nn.Module) -> None:
-    """CaptureError for parameters and buffers that are not dense, and for a buffer that is trained."""
+    """CaptureError for parameters and buffers that are not dense, for a buffer that is trained, and for weights that are kept as they were
+    computed."""
+    if getattr(parametrize, "_cache_enabled", False) and any(map(parametrize.is_parametrized, model.modules())):
+        raise CaptureError(
+            f"{type(model).__name__} is captured inside of torch.nn.utils.parametrize.cached(), which keeps what its weights are computed "
+            f"to\n  what to do: call it outside: the plan says what is kept"
+        )
     for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
         _check_dense(type(model).__name__, fqn, tensor)
     _check_buffers(model)

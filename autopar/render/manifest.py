@@ -8,10 +8,12 @@ from collections.abc import Mapping
 import torch
 
 from autopar.axes import BATCH, TIME
+from autopar.capture.batch import samples_of
 from autopar.capture.effects import changed_in_place
 from autopar.catalog.rule import draws, rule_of, strategies_of
 from autopar.catalog.schema import bind, registering_module
 from autopar.ir import Buffer, I, Layout, Lowered, Op, Param, Program, R, TensorType, refs
+from autopar.planner.moments import batched_inputs
 from autopar.planner.plan import Plan
 from autopar.planner.price import param_bytes
 from autopar.planner.shard import view_of
@@ -90,11 +92,16 @@ def make_manifest(program: Program, lowered: Lowered, plan: Plan, positional: tu
         for x in local.inputs
     )
     over_time = local.layouts.get(TIME, {})
+    ranks = plan.mesh[BATCH]
+    whole = [v for stage in lowered.stages for v in stage.outputs if ranks > 1 and not local.layouts.get(BATCH, {}).get(v, I).is_shard]
+    batched = batched_inputs(program)
+    given = [x.value for x in program.inputs if x.value in batched]
+    samples = samples_of([v for v in whole if v in program.outputs], program.ops, program.types, given, ranks)
     outputs = tuple(
         OutputSpec(
             name=v, shape=program.types[v].shape, dtype=_dtype(program.types[v]),
             layouts={axis: str(of[v]) for axis, of in local.layouts.items() if of.get(v, I) != I}, stage=stage.index,
-            grad=program.types[v].grad,
+            grad=program.types[v].grad, samples=str(samples.get(v, "")),
         )
         for stage in lowered.stages
         for v in stage.outputs

@@ -80,7 +80,8 @@ class InputSpec:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputSpec:
     """One tensor that a call gives beside the loss. shape: global. layouts: axis -> layout, over 'time' too ('R': the same of every
-    micro-batch; 'P': to be summed). stage: which makes it. grad: the original's has a gradient."""
+    micro-batch; 'P': to be summed). stage: which makes it. grad: the original's has a gradient. samples: along which dim its samples lie,
+    as a layout, where it has some and each data-parallel rank makes them all; ''."""
 
     name: str
     shape: tuple[int, ...]
@@ -88,6 +89,7 @@ class OutputSpec:
     layouts: Mapping[str, str] = field(default_factory=dict)
     stage: int = 0
     grad: bool = False
+    samples: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -415,7 +415,11 @@ class Outputs:
 
     def is_part(self, name: str) -> bool:
         """Whether each data-parallel rank is given back its own part of this one."""
-        return any(self._kept_apart(BATCH, Layout.parse(s.layouts.get(BATCH, "I"))) for s in self._specs if s.name == name)
+        return any(
+            self._kept_apart(BATCH, Layout.parse(s.layouts.get(BATCH, "I"))) or self._samples(s) is not None
+            for s in self._specs
+            if s.name == name
+        )
 
     def collected(self, made: Sequence[Sequence[Tensor]], *, of_all: bool = False) -> dict[str, Tensor]:
         """Collective. made: by this rank's stages for each micro-batch; of_all: by those of every rank. By name, in the order of the
@@ -428,8 +432,14 @@ class Outputs:
             if self._mesh.pp.size > 1 and not of_all:
                 value = value.contiguous()
                 comm.broadcast_(value, self._mesh.pp.ranks[self._of[spec.stage]], self._mesh.pp)
+            if (samples := self._samples(spec)) is not None:
+                value = local_slice(value, samples, self._mesh.dp.rank, self._mesh.dp.size).contiguous()
             found[spec.name] = value
         return found
+
+    def _samples(self, spec: OutputSpec) -> Layout | None:
+        """How one that is made of all samples is cut, for each data-parallel rank to be given back its own part; None if it is not."""
+        return Layout.parse(spec.samples) if spec.samples and self._local and self._mesh.dp.size > 1 else None
 
     def cotangents(self, grads: Mapping[str, Tensor | None], micro_batches: int) -> list[list[Tensor | None]]:
         """Collective. For each micro-batch the gradients of what this rank's stages made, in their order, from those of what the call
@@ -444,6 +454,9 @@ class Outputs:
         """The gradient of the mean of all data-parallel ranks' losses, from that of this rank's."""
         if grad is None:
             return None
+        if (samples := self._samples(spec)) is not None:
+            parts = comm.all_gather(grad.contiguous(), self._mesh.dp)
+            return joined(parts, samples.dim, samples.groups) / self._mesh.dp.size
         apart = self._kept_apart(BATCH, Layout.parse(spec.layouts.get(BATCH, "I")))
         return (grad if apart else comm.all_reduce(grad.contiguous(), self._mesh.dp)) / self._mesh.dp.size
 

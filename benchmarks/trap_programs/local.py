@@ -213,3 +213,29 @@ def parts_of_which_one_is_padded(compile: Compile) -> Results:
     masks[1::2, BATCH // 2 + 1 :, 3:] = 0
     model = _compiled(compile, _Sequences, example_inputs=(ids[0], masks[0]))
     return trained(model, inputs=[part_of(model, *given) for given in zip(ids, masks, strict=True)])
+
+
+class _NormedLogits(Normed):
+    """Of so few samples that cutting the work behind the norm does not pay."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.logits(x)
+
+
+@program(KIND)
+def parts_behind_a_batch_norm(compile: Compile) -> Results:
+    """Each rank is given back its own part, whatever was computed where; in an evaluation too."""
+    model = _compiled(compile, _NormedLogits, example_inputs=batch()[:1])
+    optimizer, losses, hits = sgd(model), [], 0
+    for x, y in batches():
+        x, y = part_of(model, x, y)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(mean_of_ranks(loss))
+    model.eval()
+    with torch.no_grad():
+        x, y = part_of(model, *batch(7))
+        hits = (model(x).argmax(1) == y).double().mean()
+    return {"losses": losses, "accuracy": mean_of_ranks(hits), "state": state(model)}

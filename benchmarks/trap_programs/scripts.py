@@ -439,3 +439,33 @@ class _DecorrelatedByName(_Decorrelated):
 def gathered_by_a_function_under_another_name(compile: Compile) -> Results:
     with _world_of_one():
         return trained(compile(seeded(_DecorrelatedByName), example_inputs=batch()), steps=4)
+
+
+class _Strict(Net):
+    """Refuses a batch whose labels are not as many as its samples."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        if len(x) != len(y):
+            raise ValueError(f"{len(x)} samples, {len(y)} labels")
+        return super().forward(x, y)
+
+
+@program(KIND)
+def bad_batches_that_the_loop_skips(compile: Compile) -> Results:
+    """By the exception that the forward raises, or torch does."""
+    strict, loose, skipped = compile(seeded(_Strict)), compile(seeded(Net)), list[str]()
+    losses = []
+    for k in range(4):
+        x, y = batch(k)
+        for model, kind in ((strict, ValueError), (loose, RuntimeError)):
+            optimizer = sgd(model)
+            try:
+                loss = model(x[:, : WIDTH - 1] if k == 2 and model is loose else x, y[:-1] if k == 1 and model is strict else y)
+            except kind as error:
+                skipped.append(f"{k} {type(error).__name__} {str(error)[:20]}")
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return {"losses": losses, "skipped": skipped, "state": [state(strict), state(loose)]}
