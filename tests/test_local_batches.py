@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import autopar
 from autopar.run import WorkerPool
+from benchmarks._traps_run import Judge
 
 GLOBAL = 8
 PLANS = [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 3}, {"dp": 2, "micro_batches": 2}]
@@ -281,3 +282,9 @@ def test_wrong_wishes() -> None:
 
     with pytest.raises(TypeError, match="Stream has no length.*model.data_ranks-th sample"):
         autopar.sampler(Stream(), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.gloo
+def test_each_rank_is_given_back_its_own_samples(judge: Judge) -> None:
+    """Also of what all ranks compute for all samples, since cutting it does not pay."""
+    assert judge.not_right("parts_behind_a_batch_norm", ("dp2", "zero3")) == []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from autopar.capture.given import Inputs
