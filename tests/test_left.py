@@ -100,13 +100,14 @@ def test_a_number_of_values_that_is_what_it_was_before_is_left_out() -> None:
 
     def counted(m: Any, x: Tensor) -> Tensor:
         many = x.abs() > 100
+        m.ready = many.any().item()
         m.number, m.calls = 1 + many.float().mean().item(), many.sum().item()
         m.table["many"], m.sizes[:] = many.sum().item(), [many.sum().item()]
         return m.linear(x)
 
     model, guards = build(counted, table={"many": 0}, sizes=[0])
     guards.leave({})
-    assert left_out(model.number, "number") and left_out(model.calls, "calls")
+    assert left_out(model.number, "number") and left_out(model.calls, "calls") and left_out(model.ready, "ready")
     assert left_out(model.table["many"], "table['many']") and left_out(model.sizes[0], "sizes[0]")
 
 

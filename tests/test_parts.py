@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar.run import ParallelModule, WorkerPool
+from autopar.capture.as_before import values_as_before
+from autopar.run import ParallelModule, WorkerPool, record
 from autopar.run.lies import Lies
 from autopar.run.part import lies_of, local
 from autopar.run.parts import Part
@@ -565,3 +566,16 @@ def _read_by_memory() -> list[str]:
 def test_what_takes_the_memory_of_a_part_for_the_whole_is_refused(pair: WorkerPool) -> None:
     for told in pair.run(_read_by_memory):
         assert [("held in parts" in text, "full_parameters" in text) for text in told] == [(True, True)] * 5
+
+
+def _collectives_of_a_look() -> list[int]:
+    """To put values back, and to note which have been there."""
+    params = list(compiled(PLANS["zero3"]).parameters())
+    begun = record.count()
+    with values_as_before(params):
+        looked = record.count()
+    return [looked - begun, record.count() - looked]
+
+
+def test_parts_are_not_gathered_to_be_put_back(pair: WorkerPool) -> None:
+    assert pair.run(_collectives_of_a_look) == [[0, 0], [0, 0]]
