@@ -130,6 +130,72 @@ def test_gradients_go_through_what_requires_one() -> None:
         assert varied(capture(model, (x,), again=True, trains=False)) == varied(begun)
 
 
+class Switching(nn.Module):
+    """What its first call does differently, a method in an attribute says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.update = nn.Linear(6, 6), self.begin
+        self.register_buffer("mean", torch.zeros(6))
+
+    def begin(self, now: Tensor) -> None:
+        self.mean, self.update = now, self.go_on
+
+    def go_on(self, now: Tensor) -> None:
+        self.mean = 0.9 * self.mean + 0.1 * now
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.update(h.detach().mean(0))
+        return (h - self.mean).pow(2).sum()
+
+
+@pure
+def test_a_method_that_the_first_call_puts_in_the_place_of_another_is_left() -> None:
+    model = Switching()
+    guards = capture(model, (torch.randn(8, 6),)).guards
+    assert guards is not None and guards.changed() is None and model.update == model.begin
+    guards.leave({})
+    assert model.update == model.go_on and "update" in (guards.changed() or "")
+
+
+class OfABuffer(Switching):
+    """Finds its buffer in a dict after the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Any] = {"mean": None}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        now, known = h.detach().mean(0), self.found["mean"]
+        self.mean = self.found["mean"] = now if known is None else 0.9 * known + 0.1 * now
+        return (h - self.mean).pow(2).sum()
+
+
+@pure
+def test_what_the_parallel_module_would_not_leave_is_no_beginning() -> None:
+    """A running mean would begin anew in each call."""
+    model = OfABuffer()
+    with pytest.raises(CaptureError, match="call 2 in a row"):
+        capture(model, (torch.randn(8, 6),))
+    assert model.found == {"mean": None}
+
+
+@pure
+def test_texts_that_the_first_call_sets_are_flags_without_data() -> None:
+    def phased(m: Any, x: Tensor) -> Tensor:
+        h = m.linear(x)
+        m.ema = h.detach().mean(0) if m.cache == "first" else 0.9 * m.ema + 0.1 * h.detach().mean(0)
+        m.cache = "later"
+        return h - m.ema
+
+    model, inputs = build(phased, "meta")
+    model.cache = "first"
+    with pytest.raises(CaptureError, match="changes cache from 'first' to 'later', and whether later calls compute the same"):
+        capture(model, inputs)
+
+
 def written_in_place(m: Any, x: Tensor) -> Tensor:
     m.cache[0].add_(x.detach().mean(0))
     return m.linear(x) - m.cache[0]

@@ -29,7 +29,7 @@ from autopar.capture.export import FAILURES, HOOK, End, Step, as_exported, expor
 from autopar.capture.given import Inputs, copied
 from autopar.capture.held import ABSENT, REGISTERED, Opaque, child, describe
 from autopar.capture.hidden import Hidden
-from autopar.capture.left import Left
+from autopar.capture.left import Left, is_read
 from autopar.capture.reach import LruCache
 from autopar.capture.region_ops import asked
 from autopar.capture.regions import Regions
@@ -258,7 +258,7 @@ def check_border(
                 f"keep no iterator where the forward can reach it"
             )
     if not checked:
-        flags = [c for c in found.changes if isinstance(c.before, bool) and isinstance(c.after, bool)]
+        flags = [c for c in found.changes if type(c.before) is type(c.after) in (bool, str) and is_read(c.path, start)]
         if flags:
             raise CaptureError(
                 f"the first call of {trace.name} changes {flags[0]}, and whether later calls compute the same cannot be seen without data\n"

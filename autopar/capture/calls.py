@@ -145,14 +145,20 @@ class _InARow:
         self.set_back = self.by_hooks = frozenset[str]()
         self.made: dict[str, torch.Tensor] = {}  # what the first call put somewhere
         self.read = frozenset[str]()  # what of that the second one read
-        self.otherwise = False  # the second one has other inputs and parameters
+        # what the first one has changed of what code may read: it may compute otherwise from now on, in a way that does not show where the
+        # same is computed of the same (a running mean that begins with the first one), so that the second has other inputs and parameters
+        self.once = list[Change]()
+        self.otherwise = False
 
     def twice(self) -> Calls:
         first_values = _copies(self._held())
+        watched = self.start.of_what_is_read(self.model, self.loss) if self.compare else None
         with as_before(self.model, self.start, (*self.frozen.values(), *self.moved_before.values())):
             self._call()
             self.made = _made(self.states)
-            self.otherwise = self.compare and not self.answers.written_names and bool(self._once_read())
+            if watched is not None:
+                self.once = watched.changes(State.take(self.model, self.loss, watched))
+            self.otherwise = not self.answers.written_names and not all(is_in(c.path, self.anew) for c in self.once)
             if self.answers.changed_of(self.model):
                 self.set_back = _set_back(self._held(), first_values)
             self._call()
@@ -161,11 +167,6 @@ class _InARow:
             found = self._looked_at()
         self._refuse_once(found)
         return found
-
-    def _once_read(self) -> list[str]:
-        """Where the first call has changed what code may read: it may compute otherwise from now on, in a way that does not show where the
-        same is computed of the same (a running mean that begins with the first one)."""
-        return [c.path for c in self.start.changes(self.states[1]) if is_read(c.path, self.start) and not is_in(c.path, self.anew)]
 
     @contextlib.contextmanager
     def _given(self, number: int) -> Iterator[Inputs]:
@@ -285,11 +286,13 @@ class _InARow:
         left = left_by(
             start, first, second, written, self.traced, counts, paths, numbers=self.numbers | by_themselves, moved=followed, once=at_once
         )  # fmt: skip
+        if lost := [c for c in self.once if is_in(c.path, self.anew) and not left.leaves_in(c.path)]:
+            raise CaptureError(f"each call of {self.name} changes {lost[0]}, which the parallel module does not")
         vary = (x.place.path for x in self.varied.leaves if x.place is not None)
         return Calls(
             calls=tuple(self.calls), settled=settled, written=written, left=left,
             counted=(*(c.path for c in counts), *paths, *made_of_tensors, *vary), made_of_tensors=made_of_tensors,
-            once=around(first, self._once_read()) if self.otherwise else frozenset(),
+            once=around(first, [c.path for c in self.once]) if self.otherwise else frozenset(),
             set_back=self.set_back, made=made_of(settled, in_the_state(self.model)), said=tuple(self.said), by_hooks=self.by_hooks,
         )  # fmt: skip
 

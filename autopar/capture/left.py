@@ -11,7 +11,7 @@ import re
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from types import CellType, FunctionType, SimpleNamespace
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -59,6 +59,11 @@ class Left:
     def holds(self, path: str) -> bool:
         """Whether something is left at a path."""
         return path in self._paths
+
+    def leaves_in(self, path: str) -> bool:
+        """Whether something is left at a path, in it or around it."""
+        inside = (f"{path}[", f"{path}.")
+        return any(path == one or path.startswith((f"{one}[", f"{one}.")) or one.startswith(inside) for one in self._paths)
 
     def follow(self, state: State) -> None:
         """The loop may have put other objects where those were that held something."""
@@ -263,6 +268,8 @@ class _Comparison:
             return LeftOut(path if path in self._written else self._where[id(value)])
         if is_leaf(value) or (is_plain(value) and same(self._first.leaves.get(path, ABSENT), value)):
             return self._plain(value, path)
+        if _is_of_the_model(value):
+            return value
         inner: list[Any] = []
         if type(value) in (list, tuple, deque):
             inner = [self._left(x, f"{path}[{i}]") for i, x in enumerate(value)]
@@ -342,6 +349,13 @@ def is_read(path: str, state: State) -> bool:
     """Whether code of the forward may read what stands at a path."""
     names = set(re.findall(r"\w+", path.rpartition(".")[2]))
     return any(not names.isdisjoint(loaded_in(function.__code__)) for function in state.reached.functions)
+
+
+def _is_of_the_model(value: object) -> bool:
+    """Whether it is a method of a module, or a function that closes over nothing, as one that a call puts in the place of another."""
+    if isinstance(value, MethodType):
+        return isinstance(value.__self__, torch.nn.Module)
+    return isinstance(value, FunctionType) and value.__closure__ is None
 
 
 def _object(leaf: object) -> object:
