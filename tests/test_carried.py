@@ -182,6 +182,24 @@ def test_what_the_parallel_module_would_not_leave_is_no_beginning() -> None:
     assert model.found == {"mean": None}
 
 
+def first_call_only(m: Any, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    if not m.flag:
+        m.flag, h = True, h * 2
+    return h
+
+
+@pure
+def test_what_the_first_call_alone_computes_is_not_what_later_ones_do() -> None:
+    model, inputs = build(first_call_only, "cpu")
+    guards = capture(model, inputs).guards
+    assert guards is not None and guards.changed() is None and not model.flag
+    guards.leave({})
+    assert model.flag and "flag" in (guards.changed() or "")
+    with pytest.raises(CaptureError, match="flag from False to True"):
+        capture(*build(first_call_only, "meta"))
+
+
 @pure
 def test_texts_that_the_first_call_sets_are_flags_without_data() -> None:
     def phased(m: Any, x: Tensor) -> Tensor:

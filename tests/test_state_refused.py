@@ -54,13 +54,6 @@ def lazy_buffer_average(m: Any, x: Tensor) -> Tensor:
     return m.linear(x)
 
 
-def first_call_only(m: Any, x: Tensor) -> Tensor:
-    h = m.linear(x)
-    if not m.flag:
-        m.flag, h = True, h * 2
-    return h
-
-
 def counting_closure() -> Callable[..., Tensor]:
     calls = 0
 
@@ -168,7 +161,6 @@ REFUSED: dict[Callable[..., Tensor], str] = {
     class_attribute: r"Model\.shared",
     global_list: "SEEN of",
     lazy_buffer_average: "changes lazy",
-    first_call_only: "flag from False to True",
     ticking_closure(): r"ticks, which .* closes over from count\(\d\) to count\(\d\)",
     other_shape: r"buffer ema, which is float32\[6\], float32\[12\]",
     other_dtype: r"buffer steps, which is int64\[\], float32\[\]",
