@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from autopar.capture import Captured, capture
 from autopar.capture.interpret import run_whole_program
-from autopar.errors import CaptureError
 from autopar.run.left_out import LeftOut
 from autopar.run.outputs import Inner
 
@@ -87,7 +86,7 @@ def test_of_a_model_with_a_loss_they_are_left_out_unless_its_outputs_are_asked_f
     assert first.program.outputs == () and any("leaves tensors in size" in note for note in first.program.notes)
 
 
-def test_what_the_next_call_reads_is_no_output_but_state() -> None:
+def test_a_program_holds_for_what_stands_where_the_next_call_reads() -> None:
     class Reads(Model):
         last: Any = 0.0
 
@@ -96,8 +95,11 @@ def test_what_the_next_call_reads_is_no_output_but_state() -> None:
             self.last = h.detach().mean()
             return self.second(h)
 
-    with pytest.raises(CaptureError, match="state that is not in a buffer"):
-        capture(Reads(), inputs(), outputs=None)
+    model = Reads()
+    captured = capture(model, inputs(), outputs=None)
+    assert captured.guards is not None and captured.guards.place("last") is not None and captured.guards.changed() is None
+    captured.guards.leave(outputs_of(captured, *inputs()))
+    assert isinstance(model.last, Tensor) and "last" in (captured.guards.changed() or "")
 
 
 def test_of_an_activation_that_others_are_computed_of_no_gradient_is_told() -> None:
