@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar.capture import capture
 from autopar.capture.captured import Captured
 from autopar.capture.left import LeftOut
 from autopar.capture.state import State
 from autopar.errors import CaptureError
+from autopar.run import WorkerPool
+from autopar.run.forms import GROWN
 from autopar.run.varying import NUMBERS, Kind
 from benchmarks._traps import PROGRAMS
 from benchmarks._traps_run import Judge
+from benchmarks.trap_programs.carried import _Cached
 from tests.stateful_models import build, equal, snapshot
 
 pure = pytest.mark.pure
@@ -27,6 +32,24 @@ HERE = sorted(name for name, program in PROGRAMS.items() if program.kind == "car
 @pytest.mark.parametrize("name", HERE)
 def test_they_are_those_of_one_process(name: str, judge: Judge) -> None:
     assert judge.not_right(name, ("dp2", "pp2", *PROGRAMS[name].plans)) == []
+
+
+@pytest.mark.gloo
+def test_what_grows_in_each_call_is_not_captured_each_time(pair: WorkerPool) -> None:
+    assert pair.run(_generated) == [["keys"]] * 2
+
+
+def _generated() -> list[str]:
+    """What is said of 8 calls that keep more and more."""
+    model = autopar.compile(_Cached(), gpus=2, example_inputs=(torch.randn(4, 3, 8),), cluster="cpu", pins={"dp": 2})
+    model.eval()
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(8):
+            model(torch.ones(4, 3, 8))
+    said = [str(w.message) for w in caught if "is of another size in each" in str(w.message)]
+    assert len(model._forms._used) <= 1 + 1 + GROWN
+    return ["keys" for text in said if "cache['keys']" in text]
 
 
 def average_that_begins_with_none(m: Any, x: Tensor) -> Tensor:

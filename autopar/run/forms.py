@@ -34,6 +34,7 @@ __all__ = ["Another", "Call", "Forms"]
 Key = tuple[bytes, tuple[Autocast, ...], Shapes, Structure, tuple[str, ...], str]
 Another = Callable[[Any, str, str, Varying], Anew]
 FORMS = 64  # that a module keeps: each holds a captured program
+GROWN = 3  # programs of calls without gradients whose states have other sizes, after which no other one is made
 MANY = 16  # of which its user hears: it is some value that changes at every step, or sequences of every length
 
 
@@ -137,7 +138,8 @@ class Forms:
                 return form
             moved = form.guards.moved if form.guards is not None else moved
         if self.another is not None:
-            if key in self._by_the_original and not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() and (key in self._by_the_original or self._grow(key, call)):
+                self._by_the_original.add(key)
                 self._decides(key, again=False)
                 return None
             self._decides(key, again=True, why=changed or "it is called with other inputs or in another mode than before, or others train")
@@ -182,6 +184,19 @@ class Forms:
                 f"original model to evaluate it, or compile it in that mode"
             )
         return first
+
+    def _grow(self, key: Key, call: Call) -> bool:
+        """Whether what calls without gradients keep for the next one is of another size in each, as keys and values of what has been
+        generated are: every one would be captured."""
+        forms = [form for form in self._made.get(key, []) if form.varied.leaves and form.varied.of_other_sizes(call.numbers(form))]
+        if len(forms) < GROWN:
+            return False
+        warnings.warn(
+            f"the original computes such calls from now on, with whole parameters on every rank: what {self.first.manifest.model} keeps "
+            f"from one to the next ({forms[0].varied.leaves[0].name}) is of another size in each",
+            stacklevel=2,
+        )
+        return True
 
     def changed(self, form: Form, call: Call) -> str | None:
         """Collective: what has changed since a call of what its form froze, in words."""

@@ -125,6 +125,11 @@ class Varied:
                 return f"{asked.text}, which its forward asks: from {asked.answer} to {now}"
         return None
 
+    def of_other_sizes(self, values: Sequence[Any]) -> bool:
+        """Whether the program does not hold for these since a tensor has another size."""
+        pairs = zip((leaf.kind for leaf in self.leaves), map(kind_of, values), strict=True)
+        return any(isinstance(a, Kind) and isinstance(b, Kind) and a.shape != b.shape for a, b in pairs)
+
     @property
     def of_all(self) -> Varying:
         return _varying(self.leaves)

@@ -524,3 +524,35 @@ def a_running_mean_that_a_dict_begins(compile: Compile) -> Results:
 @program(KIND)
 def a_running_mean_that_a_set_begins(compile: Compile) -> Results:
     return _trained(compile(seeded(_RunningMean, "set")), kept="mean")
+
+
+class _Cached(nn.Module):
+    """Attends to all that it was given in an evaluation, whose keys it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.key, self.query = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.head, self.cache = nn.Linear(HIDDEN, 1), dict[str, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        keys = self.key(h)
+        if not self.training:
+            keys = torch.cat((self.cache["keys"], keys), 1) if self.cache else keys
+            self.cache["keys"] = keys
+        return self.head(torch.softmax(self.query(h) @ keys.transpose(1, 2), -1) @ keys)
+
+
+@program(KIND)
+def keys_that_an_evaluation_keeps(compile: Compile) -> Results:
+    """More with each call, and none after it."""
+    model, found = compile(seeded(_Cached)), []
+    for _ in range(2):
+        losses = _trained(model, steps=2)["losses"]
+        model.eval()
+        with torch.no_grad():
+            found += [model(_sequences(7 + t)[0]).norm().item() for t in range(6)]
+        found += [*losses, model.cache["keys"].norm().item(), model.cache["keys"].shape[1]]
+        model.cache.clear()
+        model.train()
+    return {"found": found, "state": state(model)}
