@@ -39,7 +39,7 @@ from autopar.capture.given import (
     other_parameters,
     others,
 )
-from autopar.capture.held import ABSENT, same
+from autopar.capture.held import ABSENT, Order, Shape, same
 from autopar.capture.left import Left, is_read, left_by
 from autopar.capture.made import in_the_state, made_of
 from autopar.capture.numbers import numbers_like
@@ -286,7 +286,8 @@ class _InARow:
         left = left_by(
             start, first, second, written, self.traced, counts, paths, numbers=self.numbers | by_themselves, moved=followed, once=at_once
         )  # fmt: skip
-        if lost := [c for c in self.once if is_in(c.path, self.anew) and not left.leaves_in(c.path)]:
+        own = (c for c in self.once if not isinstance(c.after, Order | Shape))  # of what a container holds, its items tell
+        if lost := [c for c in own if is_in(c.path, self.anew) and not left.leaves_in(c.path)]:
             raise CaptureError(f"each call of {self.name} changes {lost[0]}, which the parallel module does not")
         vary = (x.place.path for x in self.varied.leaves if x.place is not None)
         return Calls(

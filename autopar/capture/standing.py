@@ -126,6 +126,8 @@ def around(state: State, paths: Collection[str]) -> frozenset[str]:
 
 def begin_anew(start: State, first: State, roots: frozenset[str]) -> None:
     """What stands in these attributes and closures is as it was before a first call, in the objects that stood there. first: after it."""
+    if not roots:
+        return
     before = {place.path: (value, place) for value, place in places(start.held)}
     for path, (value, place) in before.items():
         if path in roots or any(is_in(root, (path,)) for root in roots):
