@@ -21,7 +21,7 @@ from autopar.run.forms import GROWN
 from autopar.run.varying import NUMBERS, Kind
 from benchmarks._traps import PROGRAMS
 from benchmarks._traps_run import Judge
-from benchmarks.trap_programs.carried import _Cached
+from benchmarks.trap_programs.carried import Cached
 from tests.stateful_models import build, equal, snapshot
 
 pure = pytest.mark.pure
@@ -41,7 +41,7 @@ def test_what_grows_in_each_call_is_not_captured_each_time(pair: WorkerPool) -> 
 
 def _generated() -> list[str]:
     """What is said of 8 calls that keep more and more."""
-    model = autopar.compile(_Cached(), gpus=2, example_inputs=(torch.randn(4, 3, 8),), cluster="cpu", pins={"dp": 2})
+    model = autopar.compile(Cached(), gpus=2, example_inputs=(torch.randn(4, 3, 8),), cluster="cpu", pins={"dp": 2})
     model.eval()
     with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -39,14 +39,14 @@ from autopar.capture.given import (
     other_parameters,
     others,
 )
-from autopar.capture.held import ABSENT, Order, Shape, same
+from autopar.capture.held import ABSENT, Order, Shape, is_in, same
 from autopar.capture.left import Left, is_read, left_by
 from autopar.capture.made import in_the_state, made_of
 from autopar.capture.numbers import numbers_like
 from autopar.capture.once import Followed, kept_by_what_happens_once, numbers_kept, numbers_once, said_once
 from autopar.capture.said import Said, heard
 from autopar.capture.source import first_line
-from autopar.capture.standing import around, begin_anew, is_in
+from autopar.capture.standing import around, begin_anew
 from autopar.capture.state import Change, State
 from autopar.capture.varying import Numbers
 from autopar.capture.watched import Reads, Writes
@@ -289,10 +289,9 @@ class _InARow:
         own = (c for c in self.once if not isinstance(c.after, Order | Shape))  # of what a container holds, its items tell
         if lost := [c for c in own if is_in(c.path, self.anew) and not left.leaves_in(c.path)]:
             raise CaptureError(f"each call of {self.name} changes {lost[0]}, which the parallel module does not")
-        vary = (x.place.path for x in self.varied.leaves if x.place is not None)
         return Calls(
             calls=tuple(self.calls), settled=settled, written=written, left=left,
-            counted=(*(c.path for c in counts), *paths, *made_of_tensors, *vary), made_of_tensors=made_of_tensors,
+            counted=(*(c.path for c in counts), *paths, *made_of_tensors, *self.varied.of_all.places), made_of_tensors=made_of_tensors,
             once=around(first, [c.path for c in self.once]) if self.otherwise else frozenset(),
             set_back=self.set_back, made=made_of(settled, in_the_state(self.model)), said=tuple(self.said), by_hooks=self.by_hooks,
         )  # fmt: skip
@@ -329,7 +328,7 @@ class _InARow:
     def _unread_numbers(self, moved: Mapping[str, Change], lists: Collection[str]) -> tuple[frozenset[str], frozenset[str]]:
         """The numbers that each call leaves and none reads: all, which it makes of tensors or that change by themselves, and the latter:
         the time, draws, texts. lists: the paths of those to which calls append."""
-        vary = {x.place.path for x in self.varied.leaves if x.place is not None}
+        vary = self.varied.of_all.places
         made = frozenset(path for path in self.numbers if is_in(path, lists) or path in vary)
         taken = functools.partial(State.take, self.model, self.loss, self.start)
         made |= not_read(self.numbers - made, self.states[-1], self._again, taken)
@@ -342,7 +341,7 @@ class _InARow:
 
     def _refuse_numbers(self, made_of_tensors: Collection[str], settled: Sequence[Change]) -> None:
         """NumbersChange for numbers that calls make of tensors, and that the next one reads otherwise than the program."""
-        vary = {x.place.path for x in self.varied.leaves if x.place is not None}
+        vary = self.varied.of_all.places
         if computed := kept_by_what_happens_once(vary & self.numbers, self.numbers, settled, self.start):
             raise self._once(computed)
         kept = numbers_kept(self.traced, self.numbers, self.start)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
-from autopar.capture.held import Opaque, Shape
+from autopar.capture.held import Opaque, Shape, is_in
 from autopar.capture.left import is_read, of_a_module
-from autopar.capture.standing import around, is_in
+from autopar.capture.standing import around
 from autopar.capture.state import Change, State
 from autopar.errors import CaptureError, NumbersChange, TensorsChange
 

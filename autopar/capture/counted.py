@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy
 
 from autopar.capture.export import FAILURES
-from autopar.capture.held import ABSENT, Place, places
+from autopar.capture.held import ABSENT, Place, is_tuple, places, tuple_of
 from autopar.capture.numbers import may_stand
 from autopar.capture.state import Change, State
 from autopar.run.outputs import found_in
@@ -110,11 +110,9 @@ def not_read(paths: Collection[str], state: State, call: Callable[[], Any], take
     stands: dict[str, Place] = {}
 
     def standing(value: Any, path: str, place: Place) -> Any:
-        if _is_tuple(value):
+        if is_tuple(value):
             items = tuple(standing(x, f"{path}[{k}]", place) for k, x in enumerate(value))
-            if not any(map(operator.is_not, items, value)):
-                return value
-            return items if type(value) is tuple else type(value)(*items)
+            return tuple_of(value, items) if any(map(operator.is_not, items, value)) else value
         if path not in paths or not isinstance(value, int | float | numpy.ndarray):
             return value
         stands[path] = place
@@ -134,12 +132,8 @@ def not_read(paths: Collection[str], state: State, call: Callable[[], Any], take
     return frozenset(path for path in stands if path not in asked | stay and type(later.get(path, ABSENT)) is not _Added)
 
 
-def _is_tuple(value: object) -> bool:
-    return type(value) is tuple or (isinstance(value, tuple) and hasattr(type(value), "_fields"))
-
-
-def _members(value: Any) -> tuple[object, ...]:
-    return value if _is_tuple(value) else (value,)
+def _members(value: object) -> tuple[object, ...]:
+    return value if is_tuple(value) else (value,)
 
 
 def only_added_to(counts: Sequence[Count], call: Callable[[], Any]) -> list[Count]:

@@ -23,7 +23,7 @@ from torch import nn
 from autopar.capture.answers import NONE, Answers, Given, Whole
 from autopar.capture.attributes import Asked
 from autopar.capture.by_value import by_value, mark_of
-from autopar.capture.held import ABSENT, EMPTY, KEPT, LEFT_OUT, Held, Opaque, Taken, child, keys_of, order_of, places, same, value_of
+from autopar.capture.held import ABSENT, EMPTY, KEPT, LEFT_OUT, Held, Opaque, Taken, child, is_in, keys_of, order_of, places, same, value_of
 from autopar.capture.left import Left, is_read
 from autopar.capture.reach import compares_objects
 from autopar.capture.said import Sayings
@@ -92,7 +92,7 @@ class Guards:
     def vary(self, varied: Varied) -> None:
         """Numbers and tensors that the program takes as inputs: what stands there is no change by itself."""
         self.varied = varied
-        self._ignored |= {leaf.place.around for leaf in varied.leaves if leaf.place is not None}
+        self._ignored |= varied.around
         self._index(self._state)
 
     def fills(self, paths: Collection[str]) -> None:
@@ -229,7 +229,7 @@ class Guards:
         settled = self._settled.get(path)
         if settled is not None and (same(change.after, settled.after) or same(change.after, settled.before)):
             return False
-        return not any(path == ignored or path.startswith((f"{ignored}[", f"{ignored}.")) for ignored in self._ignored)
+        return not is_in(path, self._ignored)
 
     def _same_objects(self) -> bool:
         return (

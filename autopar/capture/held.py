@@ -5,18 +5,19 @@ from __future__ import annotations
 import enum
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import repeat
 from types import CellType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
 __all__ = [
     "ABSENT", "EMPTY", "EXACTLY", "KEPT", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Order", "Place", "Shape", "Taken", "Value",
-    "child", "contents", "describe", "is_leaf", "is_plain", "keys_of", "order_of", "places", "put_back", "same", "shown_key", "value_of",
+    "child", "contents", "describe", "is_in", "is_leaf", "is_plain", "is_tuple", "keys_of", "order_of", "places", "put_back", "same",
+    "shown_key", "tuple_of", "value_of",
 ]  # fmt: skip
 
 SIMPLE = (
@@ -159,6 +160,21 @@ def child(held: Held, key: Any) -> str:
     if isinstance(held.holder, type):
         return f"{held.path}.{key}"
     return f"{held.path}{key}" if held.path.endswith(".") or not held.path else f"{held.path}[{shown_key(key)}]"
+
+
+def is_in(path: str, roots: Collection[str]) -> bool:
+    """Whether a place is one of these, or in one of them."""
+    return path in roots or any(path.startswith((f"{root}[", f"{root}.")) for root in roots)
+
+
+def is_tuple(value: object) -> TypeGuard[tuple[Any, ...]]:
+    """Whether it is a tuple, named or not, and nothing else."""
+    return type(value) is tuple or (isinstance(value, tuple) and hasattr(type(value), "_fields"))
+
+
+def tuple_of(like: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
+    """A tuple of the same type, as `is_tuple` has it."""
+    return tuple(items) if type(like) is tuple else type(like)(*items)
 
 
 def same(a: object, b: object) -> bool:

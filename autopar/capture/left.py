@@ -18,7 +18,7 @@ import numpy
 import torch
 
 from autopar.capture.counted import Count
-from autopar.capture.held import ABSENT, Held, Opaque, Place, child, is_leaf, is_plain, places, put_back, same
+from autopar.capture.held import ABSENT, Held, Opaque, Place, child, is_in, is_leaf, is_plain, is_tuple, places, put_back, same, tuple_of
 from autopar.capture.numbers import TracedArray, may_stand
 from autopar.capture.reach import is_foreign, loaded_in
 from autopar.capture.state import Change, State
@@ -62,8 +62,7 @@ class Left:
 
     def leaves_in(self, path: str) -> bool:
         """Whether something is left at a path, in it or around it."""
-        inside = (f"{path}[", f"{path}.")
-        return any(path == one or path.startswith((f"{one}[", f"{one}.")) or one.startswith(inside) for one in self._paths)
+        return is_in(path, self._paths) or any(is_in(one, (path,)) for one in self._paths)
 
     def follow(self, state: State) -> None:
         """The loop may have put other objects where those were that held something."""
@@ -151,11 +150,11 @@ def _anew(value: Any, tensors: Mapping[str, Any]) -> Any:
         return type(value)((k, _anew(x, tensors)) for k, x in value.items())
     if type(value) is _Record:
         return value.made({name: _anew(x, tensors) for name, x in value.fields.items()})
-    if isinstance(value, tuple) and hasattr(type(value), "_fields"):
-        return type(value)(*(_anew(x, tensors) for x in value))
+    if is_tuple(value):
+        return tuple_of(value, (_anew(x, tensors) for x in value))
     if type(value) is deque:
         return deque((_anew(x, tensors) for x in value), value.maxlen)
-    return type(value)(_anew(x, tensors) for x in value) if type(value) in (list, tuple, set) else value
+    return type(value)(_anew(x, tensors) for x in value) if type(value) in (list, set) else value
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -271,15 +270,13 @@ class _Comparison:
         if _is_of_the_model(value):
             return value
         inner: list[Any] = []
-        if type(value) in (list, tuple, deque):
+        if type(value) in (list, deque) or is_tuple(value):
             inner = [self._left(x, f"{path}[{i}]") for i, x in enumerate(value)]
         elif type(value) in (dict, OrderedDict):
             held = Held(path, value, value)
             inner = [self._left(x, child(held, key)) for key, x in value.items()]
         elif type(value) in (set, frozenset) and all(map(is_plain, value)) and self._follows(path):
             return type(value)(value)
-        elif isinstance(value, tuple) and hasattr(type(value), "_fields"):
-            inner = [self._left(x, f"{path}[{i}]") for i, x in enumerate(value)]
         elif (fields := _fields(value)) is not None:
             inner = [self._left(x, f"{path}.{name}") for name, x in fields.items()]
         else:
@@ -288,9 +285,9 @@ class _Comparison:
             return LeftOut(path) if self._is_written(path) else _KEPT
         if isinstance(value, dict):
             return type(value)(zip(value, inner, strict=True))
-        if isinstance(value, tuple) and hasattr(type(value), "_fields"):
-            return type(value)(*inner)
-        return type(value)(inner) if isinstance(value, (list, tuple, deque)) else _Record(value, dict(zip(_fields(value) or (), inner)))
+        if is_tuple(value):
+            return tuple_of(value, inner)
+        return type(value)(inner) if isinstance(value, (list, deque)) else _Record(value, dict(zip(_fields(value) or (), inner)))
 
     def _is_anew(self, held: Held, key: Any) -> bool:
         """Whether each call puts another object there, which is no number."""
@@ -337,7 +334,7 @@ class _Comparison:
         return traced and not (self._caches and is_read(path, self._start))
 
     def _is_written(self, path: str) -> bool:
-        return any(w == path or w.startswith((f"{path}.", f"{path}[")) for w in self._written)
+        return any(is_in(written, (path,)) for written in self._written)
 
 
 def of_a_module(path: str) -> bool:

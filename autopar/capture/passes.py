@@ -34,7 +34,7 @@ from autopar.capture.flops import work_of
 from autopar.capture.functionalize import functionalize
 from autopar.capture.given import Inputs, apart, copied
 from autopar.capture.guards import Guards
-from autopar.capture.held import ABSENT
+from autopar.capture.held import ABSENT, is_in
 from autopar.capture.hooked import refuse_left
 from autopar.capture.infer import Inference
 from autopar.capture.left import of_a_module
@@ -52,7 +52,6 @@ from autopar.capture.own_gradients import OwnGradients, other_backward
 from autopar.capture.picked import with_picks_of_samples
 from autopar.capture.refused import check_inputs, check_tensors
 from autopar.capture.said import heard, sayings_of
-from autopar.capture.standing import is_in
 from autopar.capture.state import Change, State
 from autopar.capture.trace import Trace
 from autopar.capture.traced import trace_of
@@ -159,8 +158,7 @@ def captured_by(
                 _compare_other(beside(Arguments(args, kwargs)), passed, calls, copied(given), dtype)
         elif real or found.hooks or as_written is not None:
             _refuse_own_gradients(program.name, found, functions, real=real)
-    stands = {*anew, *(leaf.place.around for leaf in found.varied.leaves if leaf.place is not None)}
-    could = _given(program.name, found, left, calls, stands)
+    could = _given(program.name, found, left, calls, anew | found.varied.around)
     left_out = tuple(path for path in left if path not in places)
     guards.read(found.attributes)
     guards.set_modes(found.modes)

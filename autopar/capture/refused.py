@@ -12,6 +12,7 @@ from autopar.capture.given import Inputs
 from autopar.errors import CaptureError
 from autopar.run.inputs import not_dense
 from autopar.run.objects import leaf_path
+from autopar.run.parametrized import is_kept
 
 __all__ = ["check_inputs", "check_tensors"]
 
@@ -30,7 +31,7 @@ def check_inputs(model: nn.Module, inputs: Inputs) -> None:
 def check_tensors(model: nn.Module) -> None:
     """CaptureError for parameters and buffers that are not dense, for a buffer that is trained, and for weights that are kept as they were
     computed."""
-    if getattr(parametrize, "_cache_enabled", False) and any(map(parametrize.is_parametrized, model.modules())):
+    if is_kept() and any(map(parametrize.is_parametrized, model.modules())):
         raise CaptureError(
             f"{type(model).__name__} is captured inside of torch.nn.utils.parametrize.cached(), which keeps what its weights are computed "
             f"to\n  what to do: call it outside: the plan says what is kept"

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.capture.held import ABSENT, Held, Place, is_plain, places, put_back, shown_key
+from autopar.capture.held import ABSENT, Held, Place, is_in, is_plain, is_tuple, places, put_back, shown_key, tuple_of
 from autopar.capture.state import State
 
-__all__ = ["Inside", "around", "begin_anew", "is_in", "tensors_at"]
+__all__ = ["Inside", "around", "begin_anew", "tensors_at"]
 
 
-_CONTAINERS = (list, tuple, dict, OrderedDict)
+_CONTAINERS = (list, dict, OrderedDict)
 _TENSOR = object()  # stands for any tensor in the structure of a container
 
 
@@ -59,7 +59,7 @@ def _items(container: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_container(value: object) -> bool:
-    return type(value) in _CONTAINERS or (isinstance(value, tuple) and hasattr(type(value), "_fields"))
+    return type(value) in _CONTAINERS or is_tuple(value)
 
 
 def _structure(value: Any) -> object:
@@ -85,8 +85,7 @@ def _with(container: Any, keys: Sequence[Any], value: object) -> Any:
     key, *rest = keys
     inner = _with(container[key], rest, value)
     if isinstance(container, tuple):
-        items = [*container[:key], inner, *container[key + 1 :]]
-        return type(container)(*items) if hasattr(type(container), "_fields") else tuple(items)
+        return tuple_of(container, (*container[:key], inner, *container[key + 1 :]))
     if container[key] is not inner:
         container[key] = inner
     return container
@@ -112,11 +111,6 @@ def _outermost(held: Sequence[Held], paths: Collection[str]) -> dict[str, Place]
         outer = (path[:n] for n, letter in enumerate(path) if letter == "[")
         found.add(next((one for one in (*outer, path) if one in known), None))
     return {path: place for path, place in known.items() if path in found}
-
-
-def is_in(path: str, roots: Collection[str]) -> bool:
-    """Whether a place is one of these, or in one of them."""
-    return path in roots or any(path.startswith((f"{root}[", f"{root}.")) for root in roots)
 
 
 def around(state: State, paths: Collection[str]) -> frozenset[str]:

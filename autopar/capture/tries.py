@@ -24,13 +24,12 @@ from autopar.capture.drawn import drawing
 from autopar.capture.export import FAILURES
 from autopar.capture.fewer import captured_and_compared
 from autopar.capture.given import Inputs, copied
-from autopar.capture.held import Place
+from autopar.capture.held import Place, is_in
 from autopar.capture.imported import with_what_is_imported
 from autopar.capture.made import holding
 from autopar.capture.own_gradients import own_gradients, runs_again
 from autopar.capture.passes import captured_by
 from autopar.capture.shaped import as_a_call_leaves_it
-from autopar.capture.standing import is_in
 from autopar.capture.state import State
 from autopar.capture.without_data import on_meta
 from autopar.errors import (

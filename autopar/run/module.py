@@ -42,6 +42,7 @@ from autopar.run.mesh import Mesh
 from autopar.run.metrics import Metrics
 from autopar.run.observed import Observed
 from autopar.run.outputs import Returned, as_inner
+from autopar.run.parametrized import is_kept
 from autopar.run.precision import computing_in, inputs_in
 from autopar.run.random_numbers import RandomNumbers
 from autopar.run.reading import Reading
@@ -204,7 +205,7 @@ class ParallelModule(AsOriginal):
         debug mode of every call).
         """
         close_steps()
-        if self._parametrized and getattr(parametrize, "_cache_enabled", False):
+        if self._parametrized and is_kept():
             raise ValueError(
                 f"{self.manifest.model} was called inside of torch.nn.utils.parametrize.cached(), which keeps what its weights are "
                 f"computed to. Call it outside: the plan says what is kept"

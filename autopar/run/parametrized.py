@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-__all__ = ["class_of", "pickled"]
+__all__ = ["class_of", "is_kept", "pickled"]
 
 
 def pickled(value: object) -> bytes:
@@ -22,6 +22,11 @@ def pickled(value: object) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
     return buffer.getvalue()
+
+
+def is_kept() -> bool:
+    """Whether torch.nn.utils.parametrize.cached() is on, which keeps what weights are computed to."""
+    return bool(getattr(parametrize, "_cache_enabled", False))
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:

@@ -135,6 +135,11 @@ class Varied:
         return _varying(self.leaves)
 
     @property
+    def around(self) -> frozenset[str]:
+        """The paths of the containers around what stands in attributes, or its own."""
+        return frozenset(x.place.around for x in self.leaves if x.place is not None)
+
+    @property
     def fixed(self) -> Varying:
         """Those of which the forward asks what exactly they are, so that it is another program for each."""
         exactly = {asked.text for asked in self.asked if type(asked.answer) in (int, float)}

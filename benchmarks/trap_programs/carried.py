@@ -18,7 +18,7 @@ STEPS = 3
 MICRO = ("pp2mb2",)
 
 
-class _Recurrent(nn.Module):
+class Recurrent(nn.Module):
     """An LSTM of samples [batch, STEPS, 8], which gives a number for each step and keeps its hidden states."""
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ class _Recurrent(nn.Module):
         self.hidden = tuple(h.detach() for h in self.hidden)
 
 
-class _Detached(_Recurrent):
+class _Detached(Recurrent):
     def forward(self, x: Tensor) -> Tensor:
         result = super().forward(x)
         self.detach()
         return result
 
 
-def _sequences(index: int, size: int = BATCH) -> tuple[Tensor, Tensor]:
+def sequences(index: int, size: int = BATCH) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(index)
     return torch.randn(size, STEPS, WIDTH, generator=generator), torch.randn(size, STEPS, 1, generator=generator)
 
@@ -54,13 +54,13 @@ def _norms(hidden: Any) -> list[float]:
     return [h.detach().norm().item() for h in (hidden if isinstance(hidden, tuple | list) else (hidden,)) if isinstance(h, Tensor)]
 
 
-def _trained(
+def trained_on_sequences(
     model: Any, before: Callable[[int], Any] = lambda k: None, *, steps: int = 4, sizes: tuple[int, ...] = (), kept: str = "hidden"
 ) -> Results:
     """The usual loop. before: what it does before a call. kept: the attribute that is looked at after it."""
     optimizer, losses, norms = sgd(model), [], []
     for k in range(steps):
-        x, y = _sequences(k, sizes[k] if sizes else BATCH)
+        x, y = sequences(k, sizes[k] if sizes else BATCH)
         before(k)
         optimizer.zero_grad()
         loss = F.mse_loss(model(x), y)
@@ -73,49 +73,49 @@ def _trained(
 
 @program(KIND, plans=MICRO)
 def hidden_states_that_the_loop_begins_anew(compile: Compile) -> Results:
-    model = compile(seeded(_Recurrent))
-    return _trained(model, lambda _: model.zeros())
+    model = compile(seeded(Recurrent))
+    return trained_on_sequences(model, lambda _: model.zeros())
 
 
 @program(KIND, plans=MICRO)
 def hidden_states_that_begin_with_none(compile: Compile) -> Results:
     """Set to None before every other batch, and detached before the others."""
-    model = compile(seeded(_Recurrent))
-    return _trained(model, lambda k: model.detach() if k % 2 else setattr(model, "hidden", None))
+    model = compile(seeded(Recurrent))
+    return trained_on_sequences(model, lambda k: model.detach() if k % 2 else setattr(model, "hidden", None))
 
 
 @program(KIND, plans=MICRO)
 def hidden_states_that_are_carried_on(compile: Compile) -> Results:
     """Detached by the forward; the loop holds those of all calls."""
     model, held = compile(seeded(_Detached)), list[Any]()
-    found = _trained(model, lambda _: held.append(model.hidden))
+    found = trained_on_sequences(model, lambda _: held.append(model.hidden))
     return {**found, "held": [_norms(hidden) for hidden in (*held[1:], model.hidden)]}
 
 
 @program(KIND)
 def hidden_states_of_batches_of_two_sizes(compile: Compile) -> Results:
-    model, sizes = compile(seeded(_Recurrent)), (BATCH, BATCH, 6, BATCH)
-    return _trained(model, lambda k: model.zeros(sizes[k]), sizes=sizes)
+    model, sizes = compile(seeded(Recurrent)), (BATCH, BATCH, 6, BATCH)
+    return trained_on_sequences(model, lambda k: model.zeros(sizes[k]), sizes=sizes)
 
 
 @program(KIND)
 def hidden_states_of_an_evaluation_between(compile: Compile) -> Results:
     """Begun anew for it, carried from batch to batch, and put back."""
     model = compile(seeded(_Detached))
-    first, saved = _trained(model, steps=2), model.hidden
+    first, saved = trained_on_sequences(model, steps=2), model.hidden
     model.eval()
     model.hidden = None
     with torch.no_grad():
-        losses = [F.mse_loss(model(x), y).item() for x, y in (_sequences(7, 6), _sequences(8, 6))]
+        losses = [F.mse_loss(model(x), y).item() for x, y in (sequences(7, 6), sequences(8, 6))]
     model.train()
     model.hidden = saved
-    return {"first": first["losses"], "evaluated": losses, **_trained(model, steps=2)}
+    return {"first": first["losses"], "evaluated": losses, **trained_on_sequences(model, steps=2)}
 
 
 @program(KIND)
 def gradients_through_two_calls(compile: Compile) -> Results:
-    model = compile(seeded(_Recurrent))
-    x, y = _sequences(0)
+    model = compile(seeded(Recurrent))
+    x, y = sequences(0)
     model.zeros()
     loss = F.mse_loss(model(x), y) + F.mse_loss(model(x), y)
     loss.backward()
@@ -131,7 +131,7 @@ def states_of_samples_that_are_done(compile: Compile) -> Results:
         for h in model.hidden if k else ():
             h[:, ::2] = 0
 
-    return _trained(model, begun)
+    return trained_on_sequences(model, begun)
 
 
 class _Cell(nn.Module):
@@ -166,7 +166,7 @@ def cells_that_keep_their_states(compile: Compile) -> Results:
         for cell in model.cells:
             cell.state = cell.state.detach() if k % 2 else None
 
-    found = _trained(model, begun)
+    found = trained_on_sequences(model, begun)
     return {**found, "norms": _norms([cell.state for cell in model.cells])}
 
 
@@ -188,7 +188,7 @@ def steps_that_the_loop_takes(compile: Compile) -> Results:
     model, losses = compile(seeded(_Stepped)), []
     optimizer = sgd(model)
     for k in range(3):
-        x, y = _sequences(k)
+        x, y = sequences(k)
         model.hidden = torch.zeros(BATCH, HIDDEN)
         for t in range(STEPS):
             result = model(x[:, t])
@@ -245,7 +245,7 @@ class _Spiking(nn.Module):
 @program(KIND)
 def spiking_neurons(compile: Compile) -> Results:
     model = compile(seeded(_Spiking, 3))
-    return _trained(model, lambda _: model.reset())
+    return trained_on_sequences(model, lambda _: model.reset())
 
 
 @program(KIND)
@@ -253,7 +253,7 @@ def spiking_neurons_that_the_loop_steps(compile: Compile) -> Results:
     model, losses = compile(seeded(_Spiking, 1)), []
     optimizer = sgd(model)
     for k in range(2):
-        x, y = _sequences(k)
+        x, y = sequences(k)
         loss = F.mse_loss(sum(model(x) for _ in range(3)), y)
         optimizer.zero_grad()
         loss.backward()
@@ -285,7 +285,7 @@ class _Memory(nn.Module):
 
 @program(KIND)
 def memories_of_segments(compile: Compile) -> Results:
-    return _trained(compile(seeded(_Memory)), kept="memories")
+    return trained_on_sequences(compile(seeded(_Memory)), kept="memories")
 
 
 class _Pair(NamedTuple):
@@ -299,14 +299,14 @@ class _State:
     c: Tensor | None = None
 
 
-class _InATuple(_Recurrent):
+class _InATuple(Recurrent):
     def forward(self, x: Tensor) -> Tensor:
         h, found = self.lstm(x, self.hidden)
         self.hidden = _Pair(*(t.detach() for t in found))
         return self.head(torch.relu(self.between(h)))
 
 
-class _InAnObject(_Recurrent):
+class _InAnObject(Recurrent):
     def __init__(self) -> None:
         super().__init__()
         self.hidden = _State()
@@ -317,7 +317,7 @@ class _InAnObject(_Recurrent):
         return self.head(torch.relu(self.between(h)))
 
 
-class _InADict(_Recurrent):
+class _InADict(Recurrent):
     def __init__(self) -> None:
         super().__init__()
         self.kept: dict[str, Tensor] = {}
@@ -331,20 +331,20 @@ class _InADict(_Recurrent):
 @program(KIND)
 def hidden_states_in_a_named_tuple(compile: Compile) -> Results:
     model = compile(seeded(_InATuple))
-    return {**_trained(model), "h": model.hidden.h.norm().item()}
+    return {**trained_on_sequences(model), "h": model.hidden.h.norm().item()}
 
 
 @program(KIND)
 def hidden_states_in_an_object(compile: Compile) -> Results:
     model = compile(seeded(_InAnObject))
-    return {**_trained(model), "h": model.hidden.h.norm().item()}
+    return {**trained_on_sequences(model), "h": model.hidden.h.norm().item()}
 
 
 @program(KIND)
 def hidden_states_in_a_dict(compile: Compile) -> Results:
     """Cleared between batches."""
     model = compile(seeded(_InADict))
-    found = _trained(model, lambda k: model.kept.clear() if k == 2 else None)
+    found = trained_on_sequences(model, lambda k: model.kept.clear() if k == 2 else None)
     return {**found, "h": model.kept["h"].norm().item()}
 
 
@@ -365,10 +365,10 @@ class _Marked(_Detached):
 @program(KIND)
 def hidden_states_that_a_flag_begins(compile: Compile) -> Results:
     model = compile(seeded(_Marked))
-    return _trained(model, lambda k: setattr(model, "begun", False) if k == 2 else None)
+    return trained_on_sequences(model, lambda k: setattr(model, "begun", False) if k == 2 else None)
 
 
-class _Masked(_Recurrent):
+class _Masked(Recurrent):
     def __init__(self) -> None:
         super().__init__()
         self.mask = torch.ones(BATCH, STEPS, 1)
@@ -381,152 +381,10 @@ class _Masked(_Recurrent):
 def a_mask_that_the_loop_sets(compile: Compile) -> Results:
     """Another tensor for each batch."""
     model = compile(seeded(_Masked))
-    return _trained(model, lambda k: setattr(model, "mask", (_sequences(k)[1] > 0).float()))
+    return trained_on_sequences(model, lambda k: setattr(model, "mask", (sequences(k)[1] > 0).float()))
 
 
-class _Centered(_Recurrent):
-    """Of a center that its first batch decides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.center: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, _ = self.lstm(x)
-        if self.center is None:
-            self.center = h.detach().mean((0, 1))
-        return self.head(torch.relu(self.between(h - self.center)))
-
-
-@program(KIND)
-def a_center_of_the_first_batch(compile: Compile) -> Results:
-    """Decided again after two steps."""
-    model = compile(seeded(_Centered))
-    return _trained(model, lambda k: setattr(model, "center", None) if k == 2 else None, kept="center")
-
-
-class _Standardized(_Recurrent):
-    """By a mean, in a buffer, and a deviation, a number, of its first batch, as a flag says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.deviation, self.ready = 1.0, False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.ready:
-            self.mean.copy_(x.mean((0, 1)))
-            self.deviation, self.ready = x.std().item(), True
-        h, _ = self.lstm((x - self.mean) / self.deviation)
-        return self.head(torch.relu(self.between(h)))
-
-
-@program(KIND)
-def a_mean_of_the_first_batch_in_a_buffer(compile: Compile) -> Results:
-    """Taken again after two steps."""
-    model = compile(seeded(_Standardized))
-    found = _trained(model, lambda k: setattr(model, "ready", False) if k == 2 else None, kept="mean")
-    return {**found, "deviation": model.deviation, "ready": model.ready}
-
-
-class _Followed(_Recurrent):
-    """With a copy of its LSTM that it makes at its first call, and that follows slowly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.target = nn.LSTM(WIDTH, HIDDEN, batch_first=True).requires_grad_(False)
-        self.copied = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            for own, other in zip(self.lstm.parameters(), self.target.parameters(), strict=True):
-                other.data.copy_(own.data) if not self.copied else other.data.lerp_(own.data, 0.1)
-            self.copied = True
-            aim = self.target(x)[0]
-        h, _ = self.lstm(x)
-        return self.head(torch.relu(self.between(h - 0.5 * aim)))
-
-
-@program(KIND)
-def a_copy_that_the_first_call_makes(compile: Compile) -> Results:
-    model = compile(seeded(_Followed))
-    found = _trained(model)
-    return {**found, "target": [p.detach().norm().item() for p in model.target.parameters()]}
-
-
-class _Running(_Recurrent):
-    """Divides by the running deviation of the calls before, a number that its first call begins."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.deviation, self.begun = 1.0, False
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, _ = self.lstm(x)
-        result = self.head(torch.relu(self.between(h)) / (self.deviation if self.begun else 1.0))
-        now = h.detach().std().item()
-        self.deviation = 0.9 * self.deviation + 0.1 * now if self.begun else now
-        self.begun = True
-        return result
-
-
-@program(KIND)
-def a_running_number_that_a_flag_begins(compile: Compile) -> Results:
-    model = compile(seeded(_Running))
-    return {**_trained(model), "deviation": model.deviation}
-
-
-class _RunningMean(_Recurrent):
-    """Subtracts a running mean, in a buffer, that its first call begins. By what it knows that it is the first is a matter of taste."""
-
-    def __init__(self, known_by: str) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(HIDDEN))
-        self.begun, self.phase, self.done, self.names = False, "first", dict[str, bool](), set[str]()
-        self.known_by = known_by
-
-    def is_first(self) -> bool:
-        first = {
-            "flag": not self.begun, "text": self.phase == "first", "dict": not self.done.get("mean"), "set": "mean" not in self.names,
-        }[self.known_by]
-        if self.known_by == "flag":
-            self.begun = True
-        elif self.known_by == "text":
-            self.phase = "later"
-        elif self.known_by == "dict":
-            self.done["mean"] = True
-        else:
-            self.names.add("mean")
-        return first
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, _ = self.lstm(x)
-        now = h.detach().mean((0, 1))
-        self.mean = now if self.is_first() else 0.9 * self.mean + 0.1 * now
-        return self.head(torch.relu(self.between(h - self.mean)))
-
-
-@program(KIND)
-def a_running_mean_that_a_flag_begins(compile: Compile) -> Results:
-    return _trained(compile(seeded(_RunningMean, "flag")), kept="mean")
-
-
-@program(KIND)
-def a_running_mean_that_a_text_begins(compile: Compile) -> Results:
-    return _trained(compile(seeded(_RunningMean, "text")), kept="mean")
-
-
-@program(KIND)
-def a_running_mean_that_a_dict_begins(compile: Compile) -> Results:
-    return _trained(compile(seeded(_RunningMean, "dict")), kept="mean")
-
-
-@program(KIND)
-def a_running_mean_that_a_set_begins(compile: Compile) -> Results:
-    return _trained(compile(seeded(_RunningMean, "set")), kept="mean")
-
-
-class _Cached(nn.Module):
+class Cached(nn.Module):
     """Attends to all that it was given in an evaluation, whose keys it keeps."""
 
     def __init__(self) -> None:
@@ -546,12 +404,12 @@ class _Cached(nn.Module):
 @program(KIND)
 def keys_that_an_evaluation_keeps(compile: Compile) -> Results:
     """More with each call, and none after it."""
-    model, found = compile(seeded(_Cached)), []
+    model, found = compile(seeded(Cached)), []
     for _ in range(2):
-        losses = _trained(model, steps=2)["losses"]
+        losses = trained_on_sequences(model, steps=2)["losses"]
         model.eval()
         with torch.no_grad():
-            found += [model(_sequences(7 + t)[0]).norm().item() for t in range(6)]
+            found += [model(sequences(7 + t)[0]).norm().item() for t in range(6)]
         found += [*losses, model.cache["keys"].norm().item(), model.cache["keys"].shape[1]]
         model.cache.clear()
         model.train()
