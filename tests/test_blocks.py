@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from soundness_harness import op_db, op_db_cases
 from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.capture.blocks import without_lead
-from autopar.catalog import strategies_of
-from autopar.ir import Arg, Op, Program, Ref, map_refs, refs
+from autopar.ir import Op, Program, Ref, map_refs, refs
 from autopar.planner.account import generic
 from autopar.planner.fold import fold
 
@@ -189,38 +186,6 @@ def test_layers_that_differ_in_rates_alone_are_alike(rate: Callable[[Tensor, int
     first, second = (program.ops[s.start : s.stop] for s in block.spans[:2])
     assert [op.target for op in first] == [op.target for op in second]
     assert any(repr(literals(a)) != repr(literals(b)) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore")  # op_db calls deprecated operators too
-def test_strategies_do_not_depend_on_rates() -> None:
-    """Every operator of op_db that takes a number between 0 and 1 has the same ones with another such number."""
-    compared = set()
-    for info in op_db(divisible=True):
-        for case in op_db_cases(info, limit=3):
-            rates = [x for x in arguments(case.op) if isinstance(x, float) and 0 < x < 1]
-            if rates and case.op.target.startswith("aten."):
-                view = case.view(2)
-                for other in (1e-6, 0.37, 0.999):
-                    assert set(strategies_of(view)) == set(strategies_of(dataclasses.replace(view, op=with_rates(case.op, other))))
-                compared.add(case.op.target)
-    assert len(compared) > 20, compared
-
-
-def arguments(op: Op) -> Iterator[Arg]:
-    pending = [*op.args, *(value for _, value in op.kwargs)]
-    while pending:
-        arg = pending.pop()
-        pending += arg if isinstance(arg, tuple) else ()
-        yield arg
-
-
-def with_rates(op: Op, rate: float) -> Op:
-    def changed(arg: Arg) -> Arg:
-        if isinstance(arg, tuple):
-            return tuple(map(changed, arg))
-        return rate if isinstance(arg, float) and 0 < arg < 1 else arg
-
-    return dataclasses.replace(op, args=tuple(map(changed, op.args)), kwargs=tuple((k, changed(v)) for k, v in op.kwargs))
 
 
 def layers(of_layer: Callable[[Tensor, int], Tensor], *numbers: int) -> Program:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from soundness_harness import Case, Tally, case_of, op_db, op_db_cases, unsound
 
 from autopar.catalog import strategies_of
-from autopar.ir import P, R, S, Strategy
+from autopar.ir import Arg, Op, P, R, S, Strategy
 from autopar.run import bags, ctc  # noqa: F401  (which register operators)
 
 pytestmark = pytest.mark.pure
@@ -246,17 +248,53 @@ def test_a_quotient_of_sums() -> None:
     assert all(executed[2] for executed in tally.counts.values()), tally.table()
 
 
+@functools.cache
+def samples() -> tuple[Case, ...]:
+    """PyTorch's own, of sizes that divide."""
+    return tuple(case for info in op_db(divisible=True) for case in op_db_cases(info, limit=2))
+
+
 @pytest.mark.filterwarnings("ignore")  # op_db calls deprecated operators too
 def test_op_db() -> None:
     """PyTorch's operator samples, with its sizes changed to ones that divide."""
     tally = Tally()
-    for info in op_db(divisible=True):
-        for case in op_db_cases(info, limit=2):
-            tally.run(case)
+    for case in samples():
+        tally.run(case)
     print(tally.table())
     assert not tally.failures, "\n".join(tally.failures)
     idle = [name for name in SAMPLED.split() if tally.counts.get(name, [0, 0])[1] == 0]
     assert not idle, f"no strategy with a shard was executed for: {idle}"
+
+
+@pytest.mark.filterwarnings("ignore")  # op_db calls deprecated operators too
+def test_strategies_do_not_depend_on_rates() -> None:
+    """Every operator of op_db that takes a number between 0 and 1 has the same ones with another such number."""
+    compared = set()
+    for case in samples():
+        rates = [x for x in arguments(case.op) if isinstance(x, float) and 0 < x < 1]
+        if rates and case.op.target.startswith("aten."):
+            view = case.view(2)
+            for other in (1e-6, 0.37, 0.999):
+                assert set(strategies_of(view)) == set(strategies_of(dataclasses.replace(view, op=with_rates(case.op, other))))
+            compared.add(case.op.target)
+    assert len(compared) > 35, compared
+
+
+def arguments(op: Op) -> Iterator[Arg]:
+    pending = [*op.args, *(value for _, value in op.kwargs)]
+    while pending:
+        arg = pending.pop()
+        pending += arg if isinstance(arg, tuple) else ()
+        yield arg
+
+
+def with_rates(op: Op, rate: float) -> Op:
+    def changed(arg: Arg) -> Arg:
+        if isinstance(arg, tuple):
+            return tuple(map(changed, arg))
+        return rate if isinstance(arg, float) and 0 < arg < 1 else arg
+
+    return dataclasses.replace(op, args=tuple(map(changed, op.args)), kwargs=tuple((k, changed(v)) for k, v in op.kwargs))
 
 
 @pytest.mark.parametrize(
