@@ -17,12 +17,13 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3 python3.12 python3.13 pytho
 setup: $(STAMP)
 
 # torch goes first and alone, pinned: without it, another package's open range on torch would bring the newest CUDA build.
+# What is installed is compiled when it is first imported, and the greater part never is.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "autopar needs Python 3.11 or newer; name one with make PYTHON=/path/to/python" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'setting up $(VENV) (once; a minute or two)'
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
 	@touch $@
 
 lint: $(STAMP)
@@ -42,7 +43,7 @@ stacks: $(VENV)/stacks
 	PYTHONPATH=$(abspath $(VENV)/stacks) $(BIN)/python -m pytest -n 0 -rs tests/test_stack*.py $(PYTEST_ARGS)
 
 demo: $(STAMP)
-	$(BIN)/autopar demo
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/autopar demo
 
 gpu: $(STAMP)
 	$(BIN)/python -m benchmarks gpu $(GPU_ARGS)
