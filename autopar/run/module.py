@@ -267,8 +267,8 @@ class ParallelModule(AsOriginal):
         may_be_read = self._may_be_read(form)
         beside = differentiates and form.gives_more and not form.open  # gradients may come to it
         before = {name: tree.buffer(name).clone() for name in form.reread} if may_be_read or beside else {}
-        tree.check_apart(form.in_place)
-        tree.renew(form.assigned)
+        tree.buffers.check_apart(form.in_place)
+        tree.buffers.renew(form.assigned)
         try:
             with self._random.of_a_call(draws=manifest.draws):
                 remembered = Remembered(form, tree, bound, rest, training=self.training) if differentiates or may_be_read else None

@@ -11,7 +11,6 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,9 +26,10 @@ from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
 from autopar.run.mesh import Axis, Mesh
 from autopar.run.outside import Outside
-from autopar.run.part import as_part, become_part, become_whole, is_part, lies_of, local, memory_of, own_attributes, part_like
+from autopar.run.part import become_part, become_whole, is_part, lies_of, local, own_attributes, part_like
 from autopar.run.parts import Part
 from autopar.run.plain import plainly
+from autopar.run.standing_buffers import Buffers, Place, in_its_memory
 from autopar.run.stepping import close_steps
 from autopar.run.without_data import give_memory, is_unwritten
 
@@ -37,23 +37,6 @@ __all__ = ["REGISTRIES", "Tree", "whole_again"]
 
 REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _trees: weakref.WeakSet[Tree] = weakref.WeakSet()
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a name stands: the registry of a module, and the last part of the name. others: of the further names of its tensor."""
-
-    registry: dict[str, Tensor | None]
-    key: str
-    others: tuple[_Place, ...] = ()
-
-    def put(self, tensor: Tensor | None) -> None:
-        """Another tensor stands there, with the attributes that the user has given to the one before."""
-        before = self.registry.get(self.key)
-        if tensor is not None and before is not None and before is not tensor:
-            vars(tensor).update(own_attributes(before))
-        for place in (self, *self.others):
-            place.registry[place.key] = tensor
 
 
 class _OfGradients:
@@ -67,16 +50,6 @@ class _OfGradients:
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         return None if grad is None else self._hook(grad)
-
-
-def _in_its_memory(known: Tensor, here: Tensor) -> Tensor:
-    """What rests here, in the tensor that the user has, where it is the whole: others may hold that too, as a state_dict does."""
-    fits = (known.shape, known.device, known.dtype) == (here.shape, here.device, here.dtype)
-    if not fits or known.is_inference() or isinstance(here, FakeTensor):
-        return here
-    with torch.no_grad():
-        known.copy_(here)
-    return known
 
 
 def _tell_of_gradients_alone(hooks: dict[int, Any]) -> None:
@@ -95,25 +68,22 @@ class Tree:
         self.model = manifest.model
         self.held: dict[str, Held] = {}
         self.names: dict[str, str] = {}  # every name of a parameter -> the first one
-        self.aliases: dict[str, str] = {}  # a further name of what the plan has as a buffer -> the first one
         self.lies: dict[str, Lies] = {}
         self.params: dict[str, nn.Parameter] = {}  # also those of other stages, and frozen ones that the plan has as buffers
-        self.buffers: dict[str, _Place] = {}
-        self._joined: dict[str, _Place] = {}  # buffers whose tensor stands in several modules
+        self.buffers = Buffers(manifest.model, mesh, device, self.lies, self.params)
         self.constants: dict[str, Tensor] = {}
         self._trainable = frozenset(spec.name for spec in manifest.params if spec.trainable)  # as it was planned
         self.asks_what_trains = False  # code of the model reads whether tensors have a gradient
         self.otherwise: tuple[str, ...] = ()  # parameters that train in the present step and were not planned to; the other way round too
         self._written = frozenset(spec.name for spec in manifest.buffers if spec.parameter)  # by the forward
         self._reduce_dtype = manifest.reduce_dtype
-        self._places: list[tuple[_Place, nn.Parameter, str]] = []
+        self._places: list[tuple[Place, nn.Parameter, str]] = []
         self._children = [
             (module._modules, key, child, f"{path}.{key}".lstrip("."))
             for path, module in root.named_modules(remove_duplicate=False)
             for key, child in module._modules.items()
         ]
         self.planned_buffers = frozenset(name for name, _ in root.named_buffers(remove_duplicate=False))
-        self._one: list[tuple[str, str]] = []  # buffers that the loop has made one tensor
         self._moved: dict[str, StorageWeakRef] = {}  # by name, the memory that a parameter had before
         self.leaves = Leaves()
         self._outside = Outside(manifest.model, mesh, self.params)
@@ -129,7 +99,7 @@ class Tree:
             lies = Lies(spec, self._mesh)
             here = lies.cut(full).clone(memory_format=torch.contiguous_format)
             if isinstance(spec, BufferSpec):
-                self.aliases.update((name, spec.name) for name in spec.aliases)
+                self.buffers.aliases.update((name, spec.name) for name in spec.aliases)
             if isinstance(spec, ParamSpec):
                 self._take_param(spec, here, lies)
             elif spec.constant:
@@ -140,6 +110,16 @@ class Tree:
             else:
                 self._take_buffer(spec, here, lies)
         _trees.add(self)
+
+    def _take_buffer(self, spec: BufferSpec, here: Tensor, lies: Lies) -> None:
+        names = (spec.name, *spec.aliases)
+        place, *others = (self._place(name, "_buffers") for name in names)
+        place = Place(place.registry, place.key, tuple(other for other in others if other.registry is not place.registry))
+        if (moved := self.buffers.take(spec, place, here, lies)) is not None:
+            self._moved[spec.name] = moved
+        for name in () if spec.persistent else names:
+            path, _, last = name.rpartition(".")
+            self._module(path)._non_persistent_buffers_set.add(last)
 
     def _take_param(self, spec: ParamSpec, here: Tensor, lies: Lies) -> None:
         param = self._placed((spec.name, *spec.aliases), here, lies, trainable=spec.trainable)
@@ -158,7 +138,7 @@ class Tree:
         given = param.grad
         grad = None if given is None else lies.cut(given).to(self._device)
         before = local(param)
-        here = _in_its_memory(before, here) if before.is_contiguous() else here
+        here = in_its_memory(before, here) if before.is_contiguous() else here
         if here is not before and not (isinstance(before, FakeTensor) or before.is_meta) and before.numel():
             self._moved[names[0]] = StorageWeakRef(before.untyped_storage())
         del before
@@ -173,27 +153,6 @@ class Tree:
             place.registry[place.key] = param
             self._places.append((place, param, name))
         return param
-
-    def _take_buffer(self, spec: BufferSpec, here: Tensor, lies: Lies) -> None:
-        names = (spec.name, *spec.aliases)
-        place, *others = (self._place(name, "_buffers") for name in names)
-        place = _Place(place.registry, place.key, tuple(other for other in others if other.registry is not place.registry))
-        known = place.registry.get(place.key)
-        lies.home = known.device if isinstance(known, Tensor) else self._device
-        split = lies.split and not isinstance(here, FakeTensor)
-        if split and type(known) is Tensor and not (known.is_inference() or known.is_meta):
-            self._moved[spec.name] = StorageWeakRef(known.untyped_storage())
-            known.data = here  # the same object is the part: the user may hold it
-            here = as_part(known, lies)
-        elif isinstance(known, Tensor) and not is_part(known):
-            here = _in_its_memory(known, here)
-        place.put(part_like(here, lies) if split and not is_part(here) else here)
-        for name in () if spec.persistent else names:
-            path, _, last = name.rpartition(".")
-            self._module(path)._non_persistent_buffers_set.add(last)
-        self.lies[spec.name], self.buffers[spec.name] = lies, place
-        if place.others:
-            self._joined[spec.name] = place
 
     def wait_for(self, names: Collection[str]) -> None:
         """The first call is to look whether these have got values. names: the same on every rank."""
@@ -246,9 +205,9 @@ class Tree:
             module = found
         return module
 
-    def _place(self, name: str, registry: str) -> _Place:
+    def _place(self, name: str, registry: str) -> Place:
         path, _, last = name.rpartition(".")
-        return _Place(self._module(path).__dict__[registry], last)
+        return Place(self._module(path).__dict__[registry], last)
 
     # ------------------------------------------------------------------------------------------------------------ reading
     def at_rest(self, name: str) -> Tensor:
@@ -259,40 +218,12 @@ class Tree:
         return local(param) if param is not None else self.buffer(name)
 
     def buffer(self, name: str) -> Tensor:
-        """This rank's part of a buffer, also of one that the user has replaced by a whole tensor."""
-        if name in self.params:
-            return local(self.params[name])
-        place = self.buffers.get(name)
-        found = place.registry.get(place.key) if place is not None else None
-        if place is None or found is None:
-            raise KeyError(f"stage {self._mesh.pp.rank} of {self.model} holds nothing named {name!r}")
-        if is_part(found):
-            return local(found)
-        if isinstance(found, FakeTensor):
-            return found
-        lies = self.lies[name]
-        if found.shape != lies.shape:
-            raise ValueError(
-                f"buffer {name} has shape {tuple(lies.shape)} in the plan, and has been given shape {tuple(found.shape)}: compile the "
-                f"changed model"
-            )
-        if lies.split:
-            here = lies.cut(found).clone(memory_format=torch.contiguous_format)
-            place.put(part_like(here, lies))
-            return here
-        return found
-
-    def renew(self, names: Iterable[str]) -> None:
-        """Other tensors stand for some buffers, with their values: who holds the ones before keeps what they are."""
-        for name in names:
-            here, place = self.buffer(name), self.buffers[name]
-            known = place.registry[place.key]
-            made = here.clone(memory_format=torch.contiguous_format)
-            place.put(part_like(made, self.lies[name]) if is_part(known) else made)
+        """This rank's part of what the plan has as a buffer, also of one that the user has replaced by a whole tensor."""
+        return local(self.params[name]) if name in self.params else self.buffers.here(name)
 
     def gathered(self, name: str) -> Tensor:
         """Collective: a parameter or buffer of the model, whole, on every rank."""
-        name = self.names.get(name) or self.aliases.get(name, name)
+        name = self.names.get(name) or self.buffers.aliases.get(name, name)
         if name not in self.lies:  # the plan does without it
             path, _, last = name.rpartition(".")
             return getattr(self._module(path), last)
@@ -307,11 +238,6 @@ class Tree:
                 name = self.names.get(name, name)
                 self.at_rest(name).copy_(self.lies[name].cut(value))
 
-    def stands(self, name: str) -> bool:
-        """Whether there is something of that name: a buffer that the user has set to None, or deleted, is not there."""
-        place = self.buffers.get(name)
-        return place is None or place.registry.get(place.key) is not None
-
     def begin_step(self) -> None:
         """Look at what may have been done to the parameters since the last call. Raises ValueError, LaunchError."""
         self._check_here()
@@ -324,14 +250,8 @@ class Tree:
         for registry, key, child, path in self._children:
             if registry.get(key) is not child:
                 raise ValueError(f"submodule {path} is another one than when the model was compiled: compile the changed model again")
-        for name, place in self._joined.items():
-            if any(other.registry.get(other.key) is not place.registry.get(place.key) for other in place.others):
-                names = ", ".join((name, *(alias for alias, first in self.aliases.items() if first == name)))
-                raise ValueError(
-                    f"the buffers {names} were one tensor when the model was compiled, and are not any more. Write new values into it "
-                    f"(copy_), or compile the changed model"
-                )
-        self._take_buffers_of_the_loop()
+        self.buffers.check_joined()
+        self.buffers.take_those_of_the_loop()
         with plainly():
             for place, param, name in self._places:
                 if place.registry.get(place.key) is not param:
@@ -339,7 +259,7 @@ class Tree:
                         f"parameter {name} is another object than when the model was compiled. Write new values into it (copy_, "
                         f"load_state_dict, or `with model.full_parameters():`), or compile the changed model"
                     )
-            self._check_buffers()
+            self.buffers.check_gradients()
             check_given(self.params.items())
             unfrozen, frozen = [], []
             for name, param in self.params.items():
@@ -359,50 +279,6 @@ class Tree:
                     self.held[name].trains = trains
             counts = self.asks_what_trains and len(frozen) < len(self._trainable) + len(unfrozen)  # what is frozen
             self.otherwise = (*unfrozen, *(frozen if counts else ()))
-
-    def _take_buffers_of_the_loop(self) -> None:
-        """Collective: what the loop has put in the places of buffers lies as these do, on all ranks, also on those that do not use it."""
-        by_id: dict[int, str] = {}
-        self._one = []
-        for name, place in self.buffers.items():
-            found, lies = place.registry.get(place.key), self.lies[name]
-            if found is None or isinstance(found, FakeTensor):
-                continue
-            if (other := by_id.setdefault(id(found), name)) != name:
-                self._one.append((other, name))
-            if is_part(found) and lies_of(found) is not lies:  # type: ignore[arg-type]  # of a parameter, or of another buffer
-                if lies_of(found).split:  # type: ignore[arg-type]
-                    self._check_not_of_a_parameter(name, found)
-                place.put(lies_of(found).gather(local(found)) if lies_of(found).split else local(found))  # type: ignore[arg-type]
-            if lies.split and not is_part(place.registry[place.key]):
-                self.buffer(name)
-
-    def _check_not_of_a_parameter(self, name: str, found: Tensor) -> None:
-        """ValueError for a buffer that has the memory of a parameter, which it would follow."""
-        memory = memory_of(found)  # type: ignore[arg-type]
-        for of, param in self.params.items():
-            if is_part(param) and memory_of(param) is memory:  # type: ignore[arg-type]
-                raise ValueError(f"the buffer {name} has been given the memory of the parameter {of}: give it a copy (.detach().clone())")
-
-    def check_apart(self, written: Collection[str]) -> None:
-        """ValueError where the loop has made one tensor of two buffers, to one of which the forward writes in place: it would write to
-        both. written: these buffers."""
-        for one, other in self._one:
-            if not {one, other}.isdisjoint(written):
-                raise ValueError(
-                    f"the buffers {one} and {other} are one tensor since the last call, and the forward writes to it: put a copy there "
-                    f"(clone()), or compile the changed model"
-                )
-
-    def _check_buffers(self) -> None:
-        """ValueError for a buffer through which a gradient would go: there is none through what a plan holds."""
-        for name, place in self.buffers.items() if torch.is_grad_enabled() else ():
-            buffer = place.registry.get(place.key)
-            if buffer is not None and buffer.requires_grad:
-                raise ValueError(
-                    f"the buffer {name} requires a gradient, which this module gives to parameters and inputs alone: give it to the model "
-                    f"as an input, or detached"
-                )
 
     @property
     def unfrozen(self) -> tuple[str, ...]:
@@ -444,8 +320,8 @@ class Tree:
                 raise ValueError("full_parameters() within full_parameters(write=False): what is written inside would be lost")
             yield
             return
-        full = {name: self._gathered_at(lies, home) for name, lies in self.lies.items() if self.stands(name)}
-        buffers_now = {name: place for name, place in self.buffers.items() if self.stands(name)}
+        full = {name: self._gathered_at(lies, home) for name, lies in self.lies.items() if self.buffers.stands(name)}
+        buffers_now = dict(self.buffers.standing())
         before = {name: place.registry[place.key] for name, place in buffers_now.items()}
         # objects of their own: graphs of earlier steps that are alive still know the parts
         # a program is captured as it was planned: what is frozen for a while has its gradients in it, if no code asks for that

@@ -161,11 +161,11 @@ class WithState(StandIn):
     def part_of(self, name: str) -> str:
         """Which part of a parameter or buffer rests here, as text; ranks that name the same part must hold the same bits."""
         tree = self._tree
-        return tree.lies[tree.names.get(name) or tree.aliases.get(name, name)].part
+        return tree.lies[tree.names.get(name) or tree.buffers.aliases.get(name, name)].part
 
     def _persistent(self) -> tuple[ParamSpec | BufferSpec, ...]:
         kept = (b for b in self.manifest.buffers if b.persistent and not b.constant and not b.region)
-        return (*self.manifest.params, *(b for b in kept if self._tree.stands(b.name)))
+        return (*self.manifest.params, *(b for b in kept if self._tree.buffers.stands(b.name)))
 
 
 def _whole(buffer: Tensor) -> Tensor:
