@@ -22,6 +22,7 @@ from autopar.planning import Inputs, wishes
 from autopar.render import check_backend, load
 from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size
+from autopar.run.dispatch_modes import those_of_the_user_aside
 from autopar.run.grad_mode import as_if_trained
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.precision import compute_dtype
@@ -130,6 +131,7 @@ def compile(  # noqa: A001  (the field's word)
                 return again(plan=decided)
         return again(plan=given, pins=pins, reduce_dtype=reduce_dtype)
 
+    @those_of_the_user_aside()
     def finish(inputs: Inputs) -> Compiled:
         apart = False
         if world_size() == count:
@@ -140,6 +142,7 @@ def compile(  # noqa: A001  (the field's word)
         with as_if_trained(model, inputs):
             return build(model, inputs, count, loss=objective, decide=decide, outputs=wanted_outputs, dtype=dtype, apart=apart)
 
+    @those_of_the_user_aside()
     def start(compiled: Compiled, inputs: Inputs) -> ParallelModule:
         captured = compiled.captured
         expected = None

@@ -1,4 +1,5 @@
-"""Tools that look into a model by hooks on its layers: they are given the original, with whole parameters."""
+"""Tools that look into a model by hooks on its layers are given the original, with whole parameters; those that count what is computed
+count on each rank what that computes."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar.errors import CaptureError
-from autopar.run import WorkerPool
+from autopar.run import WorkerPool, hooks
+from autopar.run.hooks import without_followers
 from benchmarks._traps_kit import train
 from tests.test_parts_themselves import built
 
@@ -65,3 +68,47 @@ def test_the_refusal_says_how_and_that_works(pins: dict[str, Any], pair: WorkerP
         assert ours == close(losses)
         assert [x[:2] for x in summarised] == [x[:2] for x in found] and [x[2] for x in summarised] == close([x[2] for x in found])
         assert "with model.full_parameters(): tool(model.original, ...)" in refused
+
+
+def operations(pins: dict[str, Any] | None, example: bool) -> tuple[list[float], list[int]]:
+    """Losses, and the FLOPs of three steps, counted one by one."""
+    model, x = built()
+    if pins is not None:
+        model = autopar.compile(model, 2, example_inputs=(x,) if example else None, pins=pins)
+    losses, counted = [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        with FlopCounterMode(display=False) as counter:
+            losses += train(lambda x: model(x).square().mean(), optimizer, inputs=[(x,)])
+        counted.append(counter.get_total_flops())
+    return losses, counted
+
+
+@pytest.mark.parametrize("example", [True, False], ids=["compiled", "deferred"])
+@pytest.mark.parametrize("pins", [{"dp": 2}, {"pp": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_operations_are_those_of_this_rank(pins: dict[str, Any], example: bool, pair: WorkerPool) -> None:
+    """Where the first call captures and plans, what that computes is not counted."""
+    losses, whole = operations(None, True)
+    found = pair.run(operations, pins, example)
+    for ours, _ in found:
+        assert ours == pytest.approx(losses, rel=1e-5)
+    assert [sum(step) for step in zip(*(counted for _, counted in found), strict=True)] == whole
+    assert whole[0] > 0
+
+
+def test_tools_of_torch_are_no_hooks_of_a_model() -> None:
+    def own(*_: Any) -> None: ...
+
+    handle = nn.modules.module.register_module_forward_hook(own)
+    try:
+        with FlopCounterMode(display=False), without_followers():
+            assert [list(table.values()) for table in hooks.tables().values()] == [[], [own], [], []]
+        with FlopCounterMode(display=False):
+            assert [len(table) for table in hooks.tables().values()] == [1, 2, 0, 0]
+            assert [len(table) for table in hooks.of_all_modules().values()] == [0, 1, 0, 0]
+            with without_followers():
+                handle.remove()
+            assert [len(table) for table in hooks.tables().values()] == [1, 1, 0, 0]
+    finally:
+        handle.remove()
+    assert not any(hooks.tables().values())

@@ -16,7 +16,6 @@ written before a call: the trace finds it done.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import os
@@ -28,12 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar import generators
 from autopar.capture.around import asking
 from autopar.capture.source import running_line
 from autopar.errors import CaptureError
+from autopar.run import dispatch_modes
 from autopar.run.objects import key_name
 
 __all__ = ["NONE", "Answers", "Given", "Leaf", "Tape", "Whole", "given_by", "listed"]
@@ -328,7 +327,7 @@ class Tape:
         if found is None or sum(x.numel() for x in pytree.tree_leaves(found) if isinstance(x, Tensor)) > MOST:
             return None
         if asked.leaves:
-            with _as_it_is():
+            with dispatch_modes.none():
                 said = _said(found)
             self._questions.append(_Question(question.after, _Call(func, says=True), question.args, said, question.line))
         return (found,)
@@ -432,7 +431,7 @@ class Tape:
     def _found(self, asked: Answers) -> object:
         """The answer to a question; None where it cannot be told, or draws random numbers."""
         before = generators.states()
-        with _as_it_is(), torch.no_grad():
+        with dispatch_modes.none(), torch.no_grad():
             real = self._real.__getitem__
             values: dict[int, Any] = {number: asked._now(leaf, real, real) for number, leaf in asked.leaves.items()}
             try:
@@ -451,16 +450,9 @@ def given_by(inputs: Any) -> dict[Path, Tensor]:
     return {tuple(map(key_name, path[1:])): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
-@contextlib.contextmanager
-def _as_it_is() -> Iterator[None]:
-    """Inside, tensors are computed with as if nothing were traced."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield
-
-
 def listed(t: Tensor) -> Any:
     """Its elements as Python's numbers, while something else is traced."""
-    with _as_it_is():
+    with dispatch_modes.none():
         return t.tolist()
 
 

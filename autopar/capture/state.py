@@ -169,10 +169,11 @@ def _walked(
     walk.model()
     for number, part in enumerate(_bound(loss)):
         walk.visit("loss" if not number else f"loss's part {number}", part, DEPTH)
-    for path, table in hooks.of_all_modules().items():
-        path = f"the hooks of all modules ({path[1:]})"
+    watched = hooks.of_all_modules()
+    for name, table in hooks.tables().items():
+        path = f"the hooks of all modules ({name[1:]})"
         walk.held.append(Held(path, table, dict(table)))
-        walk.leaves[path] = Value(f"{len(table)} hooks", tuple(map(id, table.values())))
+        walk.leaves[path] = Value(f"{len(watched[name])} hooks", tuple(map(id, watched[name].values())))
     return walk
 
 

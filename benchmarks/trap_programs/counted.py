@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks._traps_kit import HIDDEN, Block, Compile, Net, Results, batch, batches, program, seeded, sgd, state, train, trained
 
@@ -170,6 +172,18 @@ def counter_of_hooks(compile: Compile) -> Results:
             part.register_forward_hook(profile)
     found = dict(trained(compile(model, example_inputs=batch())))
     return {**found, "counts": [profile.calls, profile.products]}
+
+
+@program(KIND)
+def operations_that_a_tool_of_torch_counts(compile: Compile) -> Results:
+    """torch's FlopCounterMode is around a step: its hooks on all modules change nothing."""
+    model = compile(seeded(Net))
+    optimizer, losses = sgd(model), []
+    for number in range(4):
+        with FlopCounterMode(display=False) if number in (0, 2) else contextlib.nullcontext() as counter:
+            losses += train(model, optimizer, steps=1)
+        assert counter is None or counter.get_total_flops() > 0
+    return {"losses": losses, "state": state(model)}
 
 
 class Statistics:
