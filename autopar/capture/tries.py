@@ -50,6 +50,7 @@ from autopar.run.grad_mode import buffers_without_gradients
 from autopar.run.hooks import without_followers
 from autopar.run.inputs import Arguments, arguments_of, given_as
 from autopar.run.precision import computing_in, inputs_in
+from autopar.run.saved import without_hooks
 from autopar.run.varying import NO_NUMBERS, Varying
 
 __all__ = ["capture"]
@@ -91,7 +92,7 @@ def capture(
     """
     arguments = arguments_of(example_inputs)
     with (
-        without_followers(), those_of_the_user_aside(), sparse_buffers_aside(model),
+        without_followers(), those_of_the_user_aside(), without_hooks(), sparse_buffers_aside(model),
         on_meta(model, arguments, any_model=not data) as of, buffers_without_gradients(model),
     ):  # fmt: skip
         how: dict[str, Any] = {"outputs": outputs, "written": written, "trains": trains, "sizes": sizes, "beside": beside}

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["Kept", "itself", "keeps_graphs", "with_graphs"]
+__all__ = ["Kept", "itself", "keeps_graphs", "without_hooks", "with_graphs"]
 
 _GRAPHS: ContextVar[bool] = ContextVar("what is saved is differentiated again", default=False)
 
@@ -18,6 +19,14 @@ _GRAPHS: ContextVar[bool] = ContextVar("what is saved is differentiated again", 
 def itself(tensor: Tensor) -> Tensor:
     """A tensor to be kept and given back, for first gradients."""
     return tensor if _GRAPHS.get() else tensor.detach()
+
+
+def without_hooks() -> contextlib.AbstractContextManager[object]:
+    """Inside, hooks on saved tensors that are in force (torch.utils.checkpoint's, save_on_cpu's) are given none: what is computed is not
+    what the user's program computes. (Only private ways lead to those in force.)"""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(itself, lambda kept: kept)
 
 
 def keeps_graphs() -> bool:

@@ -422,3 +422,18 @@ def checkpoint_around_the_logits(compile: Compile) -> Results:
         optimizer.step()
         losses.append(loss.item())
     return {"losses": losses, "state": state(model)}
+
+
+@program(KIND, plans=("dp2mb2",))
+def checkpoint_around_first_calls(compile: Compile) -> Results:
+    """The same where the model is captured within, for batches of two sizes."""
+    model = compile(seeded(_Logits))
+    optimizer, losses = sgd(model), []
+    for k, (x, y) in enumerate(batches(4)):
+        x, y = (x, y) if k % 2 else (x[:4], y[:4])
+        optimizer.zero_grad()
+        loss = F.cross_entropy(torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
