@@ -424,7 +424,7 @@ def checkpoint_around_the_logits(compile: Compile) -> Results:
     return {"losses": losses, "state": state(model)}
 
 
-@program(KIND, plans=("dp2mb2",))
+@program(KIND)
 def checkpoint_around_first_calls(compile: Compile) -> Results:
     """The same where the model is captured within, for batches of two sizes."""
     model = compile(seeded(_Logits))
