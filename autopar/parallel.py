@@ -22,13 +22,13 @@ from autopar.planning import Inputs, wishes
 from autopar.render import check_backend, load
 from autopar.run import ParallelModule
 from autopar.run.deferred import DeferredModule, world_size
-from autopar.run.dispatch_modes import those_of_the_user_aside
 from autopar.run.grad_mode import as_if_trained
 from autopar.run.launch import default_device, join_process_group
 from autopar.run.precision import compute_dtype
 from autopar.run.stand_in import StandIn
 from autopar.run.together import done_by_all
 from autopar.run.tree import whole_again
+from autopar.run.unwatched import unwatched
 from autopar.run.without_data import take_buffers_of_rank_0
 from autopar.variants import Variants, names_read, tensors_of
 
@@ -131,7 +131,7 @@ def compile(  # noqa: A001  (the field's word)
                 return again(plan=decided)
         return again(plan=given, pins=pins, reduce_dtype=reduce_dtype)
 
-    @those_of_the_user_aside()
+    @unwatched()
     def finish(inputs: Inputs) -> Compiled:
         apart = False
         if world_size() == count:
@@ -142,7 +142,7 @@ def compile(  # noqa: A001  (the field's word)
         with as_if_trained(model, inputs):
             return build(model, inputs, count, loss=objective, decide=decide, outputs=wanted_outputs, dtype=dtype, apart=apart)
 
-    @those_of_the_user_aside()
+    @unwatched()
     def start(compiled: Compiled, inputs: Inputs) -> ParallelModule:
         captured = compiled.captured
         expected = None

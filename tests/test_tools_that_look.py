@@ -4,6 +4,7 @@ count on each rank what that computes."""
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -112,3 +113,36 @@ def test_tools_of_torch_are_no_hooks_of_a_model() -> None:
     finally:
         handle.remove()
     assert not any(hooks.tables().values())
+
+
+def transforms(pins: dict[str, Any]) -> list[str]:
+    """What is said of a first call inside of torch.func, and that the next one is right."""
+    model, x = built()
+    model = autopar.compile(model, 2, pins=pins)
+    with pytest.raises(ValueError, match="is called inside of torch.func") as found:
+        torch.func.vjp(lambda x: model(x).square().mean(), x)
+    losses = train(lambda x: model(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.5), inputs=[(x,)])
+    return [str(found.value), *map(str, losses)]
+
+
+@pytest.mark.parametrize("pins", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_a_first_call_inside_of_a_transform_is_refused_at_once(pins: dict[str, Any], pair: WorkerPool) -> None:
+    losses, _ = operations(None, True)
+    for said, loss in pair.run(transforms, pins, timeout_s=120):
+        assert "model.original" in said and float(loss) == pytest.approx(losses[0], rel=1e-5)
+
+
+def with_anomalies_detected(pins: dict[str, Any]) -> list[str]:
+    """The warnings of a first call inside of detect_anomaly."""
+    model, x = built()
+    model = autopar.compile(model, 2, pins=pins)
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.detect_anomaly():
+        warnings.simplefilter("always")
+        model(x).square().mean().backward()
+        assert torch.is_anomaly_enabled()
+    return [str(w.message).splitlines()[0] for w in caught if "Anomaly Detection has been enabled" not in str(w.message)]
+
+
+def test_anomalies_are_those_of_the_step(pair: WorkerPool) -> None:
+    """What planning tries, and what fails of that, is no anomaly of the user's program."""
+    assert pair.run(with_anomalies_detected, {"dp": 2}) == [[], []]

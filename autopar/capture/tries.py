@@ -45,12 +45,10 @@ from autopar.errors import (
     StateChanges,
     TensorsChange,
 )
-from autopar.run.dispatch_modes import those_of_the_user_aside
 from autopar.run.grad_mode import buffers_without_gradients
-from autopar.run.hooks import without_followers
 from autopar.run.inputs import Arguments, arguments_of, given_as
 from autopar.run.precision import computing_in, inputs_in
-from autopar.run.saved import without_hooks
+from autopar.run.unwatched import unwatched
 from autopar.run.varying import NO_NUMBERS, Varying
 
 __all__ = ["capture"]
@@ -92,8 +90,8 @@ def capture(
     """
     arguments = arguments_of(example_inputs)
     with (
-        without_followers(), those_of_the_user_aside(), without_hooks(), sparse_buffers_aside(model),
-        on_meta(model, arguments, any_model=not data) as of, buffers_without_gradients(model),
+        unwatched(), sparse_buffers_aside(model), on_meta(model, arguments, any_model=not data) as of,
+        buffers_without_gradients(model),
     ):  # fmt: skip
         how: dict[str, Any] = {"outputs": outputs, "written": written, "trains": trains, "sizes": sizes, "beside": beside}
         how["asked_of"] = given_as(example_inputs)

@@ -6,7 +6,7 @@ So code is told what the user's tensor says (`capture.around`), and where that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,15 @@ def transformed(tensor: Tensor) -> str:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "torch.func (vmap, jvp, jacfwd)"
     return "forward-mode differentiation" if forward_ad.unpack_dual(tensor).tangent is not None else ""
+
+
+def check_not_transformed(model: str, tensors: Iterable[Tensor]) -> None:
+    """ValueError for a call inside of such a transform."""
+    for inside in filter(None, map(transformed, tensors)):
+        raise ValueError(
+            f"{model} is called inside of {inside}, which its program does not go through. Call it outside; or call its original "
+            f"(model.original) inside of `with model.full_parameters():`"
+        )
 
 
 def several_at_once(gradient: Tensor) -> bool:

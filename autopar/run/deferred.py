@@ -11,8 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, Infeasible, LaunchError, SettingError
+from autopar.run.asked import check_not_transformed
 from autopar.run.grad_mode import with_gradients
 from autopar.run.inputs import as_example
 from autopar.run.module import ParallelModule
@@ -118,6 +120,7 @@ class DeferredModule(StandIn):
 
     def _begin_without_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keep = self.__dict__
+        check_not_transformed(type(self.original).__name__, (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)))
         if world_size() != self._gpus:
             raise LaunchError(
                 f"this module is compiled for {self._gpus} processes and runs in a world of {world_size()}. Launch the script with "

@@ -19,7 +19,7 @@ from autopar.axes import BATCH, TIME, cut_order
 from autopar.errors import LaunchError
 from autopar.ir import Layout, R, S
 from autopar.run import comm, record
-from autopar.run.asked import kinds_of, said_of, transformed
+from autopar.run.asked import check_not_transformed, kinds_of, said_of
 from autopar.run.dtypes import dtype_named
 from autopar.run.manifest import InputSpec, Manifest
 from autopar.run.mesh import Mesh
@@ -69,11 +69,7 @@ class Batch:
             if isinstance(leaf, Tensor) and (lies := not_dense(leaf)):
                 name = _text(self.named(path))
                 raise ValueError(f"{self._manifest.model} was given a {lies[0]} tensor for its input {name}: {lies[1]}")
-            if isinstance(leaf, Tensor) and (inside := transformed(leaf)):
-                raise ValueError(
-                    f"{self._manifest.model} is called inside of {inside}, which its program does not go through. Call it outside; or call "
-                    f"its original (model.original) inside of `with model.full_parameters():`"
-                )
+        check_not_transformed(self._manifest.model, (leaf for _, leaf in leaves if isinstance(leaf, Tensor)))
         found = (
             (path, (leaf.dtype, tuple(leaf.shape), on and leaf.requires_grad) if isinstance(leaf, Tensor) else _value(leaf))
             for path, leaf in leaves
