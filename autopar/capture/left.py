@@ -11,6 +11,7 @@ import re
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from itertools import zip_longest
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from autopar.run.left_out import LeftOut
 __all__ = ["Left", "is_read", "left_by", "of_a_module"]
 
 _KEPT = object()  # what stays as it was
+_STAYS = object()  # in a list: the tensor that stands there, which other calls may replace
 _COMPUTED = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers of a trace
 
 
@@ -99,8 +101,10 @@ class Left:
             there = held.holder if type(now) is not type(held.holder) else now
             if held.path in self._appended:
                 there.extend(_anew(held.items, tensors))
-            else:
-                put_back(held._replace(holder=there, items=given))
+                continue
+            if type(given) is tuple and isinstance(there, list):
+                given = tuple(there[k] if x is _STAYS else x for k, x in enumerate(given))
+            put_back(held._replace(holder=there, items=given))
         for count in self._counts:
             count.add()
 
@@ -251,8 +255,11 @@ class _Comparison:
         """What is left in a list that calls change; None for a cache."""
         before = set(map(id, known.items))
         paths = [child(held, i) for i in range(len(held.items))]
-        stays = [id(value) in before and not self._is_computed(path) for value, path in zip(held.items, paths, strict=True)]
-        left = [value if stay else self._left(value, path) for value, path, stay in zip(held.items, paths, stays, strict=True)]
+        made = [path in self._written or self._is_computed(path) for path in paths]  # though what stood there may stand elsewhere now
+        stays = [id(value) in before and not own for value, own in zip(held.items, made, strict=True)]
+        pairs = zip_longest(held.items, known.items[: len(held.items)])
+        kept = [_STAYS if a is b and isinstance(a, torch.Tensor) else a for a, b in pairs]
+        left = [old if stay else self._left(x, path) for x, path, stay, old in zip(held.items, paths, stays, kept, strict=True)]
         if not any(map(self._is_written, paths)) and any(value is _KEPT for value in left):
             if held.path not in self._appended:
                 return None

@@ -263,12 +263,12 @@ def with_copies_returned(
     trace: Trace, mutations: tuple[tuple[str, str], ...], infer: Inference
 ) -> tuple[Trace, tuple[tuple[str, str], ...]]:
     """What is returned or becomes the value of a buffer as it was given, an input or another buffer, is copied by an operator: only those
-    are made by a stage."""
-    given = set(trace.given)
+    are made by a stage. So is a view of that, which would change as it does (a parameter, in the optimizer's step)."""
+    given = {trace.storages.get(v, v) for v in trace.given}
     ends = (*trace.returned, *(value for _, value in mutations))
     copies: dict[str, Traced] = {}
     metas = dict(trace.metas)
-    for value in dict.fromkeys(v for v in ends if v in given):
+    for value in dict.fromkeys(v for v in ends if v in trace.given or trace.storages.get(v, v) in given):
         op = Op(target="aten.clone.default", args=(Ref(value),), outputs=(trace.names.fresh(f"{value}_returned"),))
         metas.update((n, m) for n, m in zip(op.outputs, infer(op, metas), strict=True) if n is not None and m is not None)
         copies[value] = Traced(op=op)
@@ -277,7 +277,8 @@ def with_copies_returned(
     named = {value: copy.op.name for value, copy in copies.items()}
     returned = tuple(named.get(v, v) for v in trace.returned)
     mutations = tuple((buffer, named.get(v, v)) for buffer, v in mutations)
-    return dataclasses.replace(trace, ops=(*trace.ops, *copies.values()), returned=returned, metas=metas), mutations
+    ops = [x for traced in trace.ops for x in (traced, *(copies.pop(o) for o in traced.op.outputs if o in copies))]
+    return dataclasses.replace(trace, ops=(*ops, *copies.values()), returned=returned, metas=metas), mutations
 
 
 def with_old_values(trace: Trace, changed: Collection[str], renamed: Mapping[str, str]) -> Trace:

@@ -21,11 +21,12 @@ _TENSOR = object()  # stands for any tensor in the structure of a container
 
 class Inside(NamedTuple):
     """Where a tensor stands: in a container of tensors, in the attribute or closure that `root` is, or there itself. keys: under which,
-    from outside in. like: the structure of the container."""
+    from outside in. like: the structure of the container. free: the keys of numbers in it that vary, too."""
 
     root: Place
     keys: tuple[Any, ...]
     like: object
+    free: frozenset[tuple[Any, ...]] = frozenset()
 
     @property
     def path(self) -> str:
@@ -39,7 +40,7 @@ class Inside(NamedTuple):
     def now(self) -> Any:
         """What stands there; ABSENT if the container is another one, or there is none."""
         found = self.root.now()
-        if _structure(found) != self.like:
+        if _structure(found, self.free) != self.like:
             return ABSENT
         for key in self.keys:
             found = found[key]
@@ -62,12 +63,15 @@ def _is_container(value: object) -> bool:
     return type(value) in _CONTAINERS or is_tuple(value)
 
 
-def _structure(value: Any) -> object:
-    """Of a container of tensors and plain values: its kinds, keys and plain values. An object of its own of anything else."""
+def _structure(value: Any, free: frozenset[tuple[Any, ...]], keys: tuple[Any, ...] = ()) -> object:
+    """Of a container of tensors and plain values: its kinds, keys and plain values, but for the numbers that are free. An object of its own
+    of anything else."""
     if isinstance(value, torch.Tensor):
         return _TENSOR
     if _is_container(value):
-        return type(value), tuple((key, _structure(x)) for key, x in _items(value))
+        return type(value), tuple((key, _structure(x, free, (*keys, key))) for key, x in _items(value))
+    if keys in free and type(value) in (int, float):
+        return type(value)
     return value if is_plain(value) else object()
 
 
@@ -92,14 +96,17 @@ def _with(container: Any, keys: Sequence[Any], value: object) -> Any:
 
 
 def tensors_at(state: State, paths: Collection[str]) -> Iterator[tuple[torch.Tensor, Inside]]:
-    """Of these places of a picture, those at which there is a tensor, alone or in a container of tensors and plain values."""
+    """Of these places of a picture, those at which there is a tensor, alone or in a container of tensors and plain values. With one of a
+    container come all of it, but for parameters: which of them calls replace may change from call to call."""
     for root in _outermost(state.held, paths).values() if paths else ():
         value = root.now()
-        like = _structure(value)
-        for keys, leaf in _leaves(value):
-            inside = Inside(root, keys, like)
-            if isinstance(leaf, torch.Tensor) and inside.path in paths and inside.now() is leaf:
-                yield leaf, inside
+        leaves = list(_leaves(value))
+        named = {keys: Inside(root, keys, None).path in paths for keys, _ in leaves}
+        free = frozenset(keys for keys, leaf in leaves if named[keys] and type(leaf) in (int, float))
+        like = _structure(value, free)
+        found = [(leaf, Inside(root, keys, like, free)) for keys, leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(named[inside.keys] and inside.now() is leaf for leaf, inside in found):
+            yield from ((leaf, inside) for leaf, inside in found if named[inside.keys] or not isinstance(leaf, torch.nn.Parameter))
 
 
 def _outermost(held: Sequence[Held], paths: Collection[str]) -> dict[str, Place]:

@@ -68,9 +68,12 @@ class Call:
         return form.varied.values(argument, self._stood) if form.varied.leaves else ()
 
     def _stood(self, place: AsPlaced) -> Any:
-        if place.path not in self.stood:
-            self.stood[place.path] = place.now()
-        return self.stood[place.path]
+        found = self.stood.get(place.path)
+        if found is None:
+            found = place.now()
+            if isinstance(found, int | float | Tensor):  # else the place is another one: of a container as it stood for another form
+                self.stood[place.path] = found
+        return found
 
 
 class Forms:
