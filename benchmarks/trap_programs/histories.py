@@ -1,0 +1,242 @@
+"""Programs whose modules keep histories: several tensors in a list or dict, of which a call replaces some, and copies of their weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks._traps_kit import CLASSES, HIDDEN, Compile, Net, Results, batch, batches, program, seeded, sgd, state
+
+KIND = "carried"
+
+
+def _trained(model: Any, *more: Any, steps: int = 6) -> Results:
+    """The usual loop. more: further arguments of a call, in turns."""
+    optimizer, losses = sgd(model), []
+    for k, given in enumerate(batches(steps)):
+        optimizer.zero_grad()
+        loss = model(*given, *([more[k % len(more)]] if more else []))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
+class _Keeping(Net):
+    """Adds what it keeps to its hidden features."""
+
+    kept: Any
+
+    def forward(self, x: Tensor, y: Tensor, task: str = "a") -> Tensor:
+        h = torch.tanh(self.first(x)) + 0.3 * self._of_before()
+        self._keep(h.detach().mean(0), task)
+        return F.cross_entropy(self.head(self.blocks(h)), y)
+
+    def _of_before(self) -> Tensor:
+        raise NotImplementedError
+
+    def _keep(self, now: Tensor, task: str) -> None:
+        raise NotImplementedError
+
+
+class _Shifted(_Keeping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [torch.zeros(HIDDEN), torch.ones(HIDDEN)]
+
+    def _of_before(self) -> Tensor:
+        found: Tensor = self.kept[0]
+        return found
+
+    def _keep(self, now: Tensor, task: str) -> None:
+        self.kept[0] = self.kept[1]
+        self.kept[1] = now
+
+
+@program(KIND)
+def a_history_that_is_shifted(compile: Compile) -> Results:
+    """The mean of the call before the last, of a list of two."""
+    model = compile(seeded(_Shifted), example_inputs=batch())
+    found = _trained(model)
+    return {**found, "kept": [t.norm().item() for t in model.kept]}
+
+
+class _Popped(_Shifted):
+    def _keep(self, now: Tensor, task: str) -> None:
+        self.kept.pop(0)
+        self.kept.append(now)
+
+
+@program(KIND)
+def a_history_that_is_popped(compile: Compile) -> Results:
+    """The same by pop and append."""
+    model = compile(seeded(_Popped), example_inputs=batch())
+    found = _trained(model)
+    return {**found, "kept": [t.norm().item() for t in model.kept]}
+
+
+class _OfTasks(_Keeping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"a": torch.zeros(HIDDEN), "b": torch.ones(HIDDEN)}
+
+    def _of_before(self) -> Tensor:
+        found: Tensor = self.kept["a"] - self.kept["b"]
+        return found
+
+    def _keep(self, now: Tensor, task: str) -> None:
+        self.kept[task] = now
+
+
+@program(KIND)
+def a_state_of_each_task_in_a_dict(compile: Compile) -> Results:
+    """Calls read all of them, and replace the one of their task."""
+    model = compile(seeded(_OfTasks), example_inputs=(*batch(), "a"))
+    found = _trained(model, "a", "b", "b")
+    return {**found, "kept": [model.kept[task].norm().item() for task in "ab"]}
+
+
+class _OfTasksInAList(_OfTasks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [torch.zeros(HIDDEN), torch.ones(HIDDEN)]
+
+    def _of_before(self) -> Tensor:
+        found: Tensor = self.kept[0] - self.kept[1]
+        return found
+
+    def _keep(self, now: Tensor, task: str) -> None:
+        self.kept["ab".index(task)] = now
+
+
+@program(KIND)
+def a_state_of_each_task_in_a_list(compile: Compile) -> Results:
+    model = compile(seeded(_OfTasksInAList), example_inputs=(*batch(), "a"))
+    found = _trained(model, "a", "b", "b")
+    return {**found, "kept": [t.norm().item() for t in model.kept]}
+
+
+@program(KIND)
+def a_state_beside_one_that_the_loop_sets(compile: Compile) -> Results:
+    """The forward replaces one tensor of a dict, and the loop another."""
+    model = compile(seeded(_OfTasks), example_inputs=batch())
+    optimizer, losses = sgd(model), []
+    for k, given in enumerate(batches(4)):
+        model.kept["b"] = torch.full((HIDDEN,), 0.5 * k)
+        optimizer.zero_grad()
+        loss = model(*given)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
+class _Counted(_Keeping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"count": 0, "mean": torch.zeros(HIDDEN)}
+
+    def _of_before(self) -> Tensor:
+        found: Tensor = self.kept["mean"]
+        return found
+
+    def _keep(self, now: Tensor, task: str) -> None:
+        self.kept["count"] += 1
+        self.kept["mean"] = self.kept["mean"] + (now - self.kept["mean"]) / self.kept["count"]
+
+
+@program(KIND)
+def a_mean_beside_its_count(compile: Compile) -> Results:
+    """The mean of all calls in a dict with how many there were."""
+    model = compile(seeded(_Counted), example_inputs=batch())
+    found = _trained(model)
+    return {**found, "kept": [model.kept["count"], model.kept["mean"].norm().item()]}
+
+
+class _Switched(_OfTasks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"on": True, "mean": torch.zeros(HIDDEN)}
+
+    def _of_before(self) -> Tensor:
+        found: Tensor = self.kept["mean"]
+        return found if self.kept["on"] else 0.5 * found
+
+    def _keep(self, now: Tensor, task: str) -> None:
+        self.kept["mean"] = now
+
+
+@program(KIND)
+def a_mean_beside_a_flag_of_the_loop(compile: Compile) -> Results:
+    model = compile(seeded(_Switched), example_inputs=batch())
+    optimizer, losses = sgd(model), []
+    for k, given in enumerate(batches(5)):
+        model.kept["on"] = k not in (2, 3)
+        optimizer.zero_grad()
+        loss = model(*given)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "state": state(model)}
+
+
+class _Anchored(nn.Module):
+    """Is drawn back to the weights that its first call has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.last = Net(), nn.Linear(CLASSES, CLASSES)
+        self.anchor: Tensor | None = None
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.net.logits(x)
+        if self.anchor is None:
+            self.anchor = self.last.weight.detach().clone()
+        return F.cross_entropy(self.last(logits), y) + (self.last.weight - self.anchor).square().sum()
+
+
+@program(KIND)
+def an_anchor_of_the_first_weights(compile: Compile) -> Results:
+    """A penalty on the distance from a copy of a weight that the first call makes."""
+    model = compile(seeded(_Anchored), example_inputs=batch())
+    found = _trained(model, steps=4)
+    return {**found, "anchor": model.anchor.norm().item()}
+
+
+class _Moving(_Anchored):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.last(self.net.logits(x)), y)
+        if self.anchor is not None:
+            loss = loss + (self.last.weight - self.anchor).square().sum()
+        self.anchor = self.last.weight.detach().clone()
+        return loss
+
+
+@program(KIND)
+def an_anchor_of_the_weights_before(compile: Compile) -> Results:
+    """The same, of a copy that every call makes."""
+    model = compile(seeded(_Moving))
+    found = _trained(model, steps=4)
+    return {**found, "anchor": model.anchor.norm().item()}
+
+
+class _Returning(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return self.logits(x), self.head.weight.detach().clone()
+
+
+@program(KIND)
+def copies_of_weights_that_the_loop_keeps(compile: Compile) -> Results:
+    """The forward returns a copy of a weight, and the loop looks at it after the optimizer's step."""
+    model = compile(seeded(_Returning), example_inputs=batch()[:1])
+    optimizer, norms = sgd(model), []
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        logits, weight = model(x)
+        F.cross_entropy(logits, y).backward()
+        optimizer.step()
+        norms.append(weight.norm().item())
+    return {"norms": norms, "state": state(model)}
