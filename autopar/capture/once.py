@@ -60,7 +60,7 @@ def numbers_kept(traced: Iterable[Change], numbers: Collection[str], start: Stat
     """The places of numbers at which a call leaves one that it makes of values, whatever that is for the example inputs, and which code
     may read. numbers: those of which the trace knows what they are made of."""
     there = {place.path for value, place in places(start.held) if type(value) in (int, float)}
-    computed = (c.path for c in traced if c.path in numbers or not is_plain(c.after))
+    computed = (c.path for c in traced if c.path in numbers or not (is_plain(c.after) or isinstance(c.after, torch.Tensor)))
     return [path for path in computed if path in there and is_read(path, start)]
 
 

@@ -240,3 +240,38 @@ def copies_of_weights_that_the_loop_keeps(compile: Compile) -> Results:
         optimizer.step()
         norms.append(weight.norm().item())
     return {"norms": norms, "state": state(model)}
+
+
+class _Losses(nn.Module):
+    """Sets losses of its parts, which are numbers before the first call, and adds them to its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.last = Net(), nn.Linear(CLASSES, CLASSES)
+        self.losses: dict[str, Any] = {"task": 0, "size": 0.0}
+        self.smooth: Any = 0.0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.smooth = 0.0
+        logits = self.net.logits(x)
+        for t in (logits, logits * 2):
+            self.smooth = self.smooth + 0.01 * t.square().mean()
+        self.losses["size"] = logits.abs().mean()
+        self.losses["task"] = F.cross_entropy(self.last(logits), y)
+        total: Tensor = self.losses["task"] + 0.1 * self.losses["size"] + self.smooth
+        return total
+
+
+@program(KIND)
+def losses_that_begin_as_numbers(compile: Compile) -> Results:
+    """The loop reads them after each call."""
+    model = compile(seeded(_Losses), example_inputs=batch())
+    optimizer, losses, parts = sgd(model), [], []
+    for given in batches(3):
+        optimizer.zero_grad()
+        loss = model(*given)
+        loss.backward()
+        losses.append(loss.item())
+        parts += [float(model.losses["task"]), float(model.losses["size"]), float(model.smooth)]
+        optimizer.step()
+    return {"losses": losses, "parts": parts, "state": state(model)}
