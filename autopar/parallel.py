@@ -152,7 +152,7 @@ def compile(  # noqa: A001  (the field's word)
             )
         another = Variants(
             model, compiled.plan, captured.program, objective, emit, choose_cluster(cluster), outputs=wanted_outputs, dtype=dtype,
-            backend=backend, apart=compiled.apart,
+            backend=backend, apart=compiled.apart, first=(inputs, captured.guards),
         )  # fmt: skip
         with as_if_trained(model, inputs):
             module = ParallelModule(

@@ -24,8 +24,10 @@ from autopar.capture import Captured, captured_alike, program_hash
 from autopar.capture.around import as_called
 from autopar.capture.as_before import left_as_it_was
 from autopar.capture.assembled import differentiable_throughout
+from autopar.capture.caches import Caches
 from autopar.capture.export import each_output
 from autopar.capture.given import copied
+from autopar.capture.guards import Guards
 from autopar.capture.said import heard
 from autopar.capture.state import State
 from autopar.errors import AutoparError, CaptureError, PlanError
@@ -76,15 +78,18 @@ def names_read(program: Program) -> frozenset[str]:
 
 class Variants:
     """Emits the module of a plan for the model as it is at a call. For the capture its parameters are whole for a moment. program: that
-    of the plan. cluster: prices what is decided anew. apart: as in `captured_alike`."""
+    of the plan. cluster: prices what is decided anew. apart: as in `captured_alike`. first: the inputs for which that was captured, and
+    its guards."""
 
     def __init__(
         self, model: nn.Module, plan: Plan, program: Program, loss: Callable[[Any], Tensor] | None, emit: Callable[..., str],
         cluster: Cluster, *, outputs: bool | None = None, dtype: torch.dtype | None = None, backend: str | None = None,
-        apart: bool = False,
+        apart: bool = False, first: tuple[Any, Guards | None] = ((), None),
     ) -> None:  # fmt: skip
         self._model, self._plan, self._program, self._loss, self._emit, self._cluster = model, plan, program, loss, emit, cluster
         self._outputs, self._dtype, self._backend, self._apart = outputs, dtype, backend, apart
+        self._caches = Caches(model, loss)
+        self._note_caches(*first)
         self._planned = frozenset(p.fqn for p in program.params if p.trainable)
         self._told: set[str] = set()  # parameters that train and were not planned to
         self._told_of_odd_batches = False
@@ -167,7 +172,16 @@ class Variants:
         self.check(module, emitted)
         return emitted
 
-    def _captured(self, inputs: Any, why: str, *, varying: Varying, **how: Any) -> Captured:
+    def _captured(self, inputs: Any, why: str, **how: Any) -> Captured:
+        found = self._captured_again(inputs, why, **how)
+        self._note_caches(inputs, found.guards)
+        return found
+
+    def _note_caches(self, inputs: Any, guards: Guards | None) -> None:
+        if guards is not None:
+            self._caches.note(inputs, guards.made)
+
+    def _captured_again(self, inputs: Any, why: str, *, varying: Varying, **how: Any) -> Captured:
         again = functools.partial(captured_alike, self._model, inputs, apart=self._apart, dtype=self._dtype, again=True, **how)
         if varying:
             with contextlib.suppress(CaptureError):

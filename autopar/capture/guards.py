@@ -62,6 +62,7 @@ class Guards:
         self._sayings = Sayings()
         self.varied = NONE_VARIES
         self.moved: frozenset[str] = frozenset()
+        self.made: tuple[Change, ...] = ()  # what a first call made and later ones keep and read, if there are tensors of that
         self._modules = list(model.modules())
         asked = state.reached.names | state.reached.asked | {"get_default_dtype"}
         self._answers = [(ask, ask()) for name, ask in _SETTINGS.items() if name in asked]
@@ -82,6 +83,8 @@ class Guards:
         keep: it may be as it was before that call, or as it was after; a tensor may be another. left: what a call leaves, to be left by the
         program too; of that, what no code reads may be anything."""
         settled = list(settled)
+        kept = tuple(c for c in settled if is_read(c.path, self._state))
+        self.made = kept if any(isinstance(c.after, torch.Tensor) for c in kept) else ()
         anything = {c.path for c in settled if isinstance(c.after, (torch.Tensor, Opaque))}
         anything |= {c.path for c in settled if left.holds(c.path) and not is_read(c.path, self._state)}
         self._ignored |= {*written, *anything}
