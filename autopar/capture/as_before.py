@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.capture.state import State
 from autopar.run.part import is_part
+from autopar.run.standing_buffers import is_expanded
 
 __all__ = ["as_before", "left_as_it_was", "plain_as_before", "values_as_before"]
 
@@ -30,7 +31,7 @@ def as_before(model: nn.Module, start: State, params: Iterable[torch.Tensor] = (
     """Everything is as before afterwards: registries, the values of buffers and plain tensors, all that the State shows. params: those to
     which the forward may write. Parameters of a parallel module, to which a hook of the loop may lead, are none that it writes to: to
     compare one all ranks would have to gather it."""
-    buffers = [(b, b.detach().clone()) for b in (*model.buffers(), *params)]
+    buffers = [(b, b.detach().clone()) for b in (*model.buffers(), *params) if not is_expanded(b)]
     try:
         with plain_as_before(start):
             yield

@@ -15,7 +15,7 @@ from autopar.run.manifest import BufferSpec
 from autopar.run.mesh import Mesh
 from autopar.run.part import as_part, is_part, lies_of, local, memory_of, own_attributes, part_like
 
-__all__ = ["Buffers", "Place", "in_its_memory"]
+__all__ = ["Buffers", "Place", "in_its_memory", "is_expanded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,15 @@ class Place:
             place.registry[place.key] = tensor
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several of its entries are one, so that nothing writes to it in place."""
+    return tensor.layout == torch.strided and any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def in_its_memory(known: Tensor, here: Tensor) -> Tensor:
     """What rests here, in the tensor that the user has, where it is the whole: others may hold that too, as a state_dict does."""
     fits = (known.shape, known.device, known.dtype) == (here.shape, here.device, here.dtype)
-    if not fits or known.is_inference() or isinstance(here, FakeTensor):
+    if not fits or known.is_inference() or isinstance(here, FakeTensor) or is_expanded(known):
         return here
     with torch.no_grad():
         known.copy_(here)

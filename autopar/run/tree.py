@@ -114,7 +114,8 @@ class Tree:
     def _take_buffer(self, spec: BufferSpec, here: Tensor, lies: Lies) -> None:
         names = (spec.name, *spec.aliases)
         place, *others = (self._place(name, "_buffers") for name in names)
-        place = Place(place.registry, place.key, tuple(other for other in others if other.registry is not place.registry))
+        apart = (x for x in others if x.registry is not place.registry or x.key != place.key)  # a module may have two names
+        place = Place(place.registry, place.key, tuple(apart))
         if (moved := self.buffers.take(spec, place, here, lies)) is not None:
             self._moved[spec.name] = moved
         for name in () if spec.persistent else names:

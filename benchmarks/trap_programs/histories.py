@@ -275,3 +275,33 @@ def losses_that_begin_as_numbers(compile: Compile) -> Results:
         parts += [float(model.losses["task"]), float(model.losses["size"]), float(model.smooth)]
         optimizer.step()
     return {"losses": losses, "parts": parts, "state": state(model)}
+
+
+class _TwoNames(Net):
+    """One tensor is two buffers, and a third is expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mean = torch.zeros(HIDDEN)
+        self.register_buffer("mean", mean)
+        self.register_buffer("center", mean)
+        self.register_buffer("scale", torch.full((1, 1), 0.5).expand(1, HIDDEN))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x)) * self.scale - self.center.clone()
+        if self.training:
+            self.mean.add_(0.1 * h.detach().mean(0))
+        return F.cross_entropy(self.head(self.blocks(h)), y)
+
+
+@program(KIND)
+def buffers_that_are_one_tensor_of_a_module(compile: Compile) -> Results:
+    """With evaluations between the steps, for which the model is captured again."""
+    model = compile(seeded(_TwoNames), example_inputs=batch())
+    found = [_trained(model, steps=2)["losses"]]
+    for mode in (False, True):
+        model.train(mode)
+        with torch.no_grad():
+            found.append([model(*batch(3)).item()])
+    model.train()
+    return {"found": found, **_trained(model, steps=2), "one": model.mean.norm().item() == model.center.norm().item()}
