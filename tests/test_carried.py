@@ -20,8 +20,10 @@ from autopar.run import WorkerPool
 from autopar.run.forms import GROWN
 from autopar.run.varying import NUMBERS, Kind
 from benchmarks._traps import PROGRAMS
+from benchmarks._traps_kit import batch, train
 from benchmarks._traps_run import Judge
 from benchmarks.trap_programs.carried import Cached
+from benchmarks.trap_programs.histories import Counted
 from tests.stateful_models import build, equal, snapshot
 
 pure = pytest.mark.pure
@@ -50,6 +52,18 @@ def _generated() -> list[str]:
     said = [str(w.message) for w in caught if "is of another size in each" in str(w.message)]
     assert len(model._forms._used) <= 1 + 1 + GROWN
     return ["keys" for text in said if "cache['keys']" in text]
+
+
+@pytest.mark.gloo
+def test_a_count_beside_a_state_is_an_input(pair: WorkerPool) -> None:
+    assert pair.run(_programs_of_counts) == [True] * 2
+
+
+def _programs_of_counts() -> bool:
+    """Whether two programs do for six calls: the first one, and one that takes the count."""
+    model = autopar.compile(Counted(), gpus=2, example_inputs=batch(), cluster="cpu", pins={"dp": 2})
+    train(model, steps=6)
+    return len(model._forms._used) <= 2
 
 
 def average_that_begins_with_none(m: Any, x: Tensor) -> Tensor:

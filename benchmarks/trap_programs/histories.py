@@ -134,7 +134,7 @@ def a_state_beside_one_that_the_loop_sets(compile: Compile) -> Results:
     return {"losses": losses, "state": state(model)}
 
 
-class _Counted(_Keeping):
+class Counted(_Keeping):
     def __init__(self) -> None:
         super().__init__()
         self.kept = {"count": 0, "mean": torch.zeros(HIDDEN)}
@@ -151,7 +151,7 @@ class _Counted(_Keeping):
 @program(KIND)
 def a_mean_beside_its_count(compile: Compile) -> Results:
     """The mean of all calls in a dict with how many there were."""
-    model = compile(seeded(_Counted), example_inputs=batch())
+    model = compile(seeded(Counted), example_inputs=batch())
     found = _trained(model)
     return {**found, "kept": [model.kept["count"], model.kept["mean"].norm().item()]}
 
