@@ -48,14 +48,16 @@ class Caches:
         given = copied(arguments_of(inputs))
         for other, before in self._made:
             known = _tables(before)
-            for path in (path for path, table in tables.items() if path in known and not _agree(known[path], table)):
-                if self._depends(given, before) or self._depends(other, made):
-                    sizes = f"{list(known[path].shape)} and {list(tables[path].shape)}"
-                    raise CaptureError(
-                        f"{type(self._model).__name__} makes {path} for the sizes of a batch and keeps it, {sizes}, and what later "
-                        f"calls compute depends on which was made before\n  what to do: call the model once on its longest batch before "
-                        f"compiling it, so that it is there; or make it for every batch"
-                    )
+            path = next((path for path, table in tables.items() if path in known and not _agree(known[path], table)), None)
+            if path is None:
+                continue
+            if self._depends(given, before) or self._depends(other, made):
+                sizes = f"{list(known[path].shape)} and {list(tables[path].shape)}"
+                raise CaptureError(
+                    f"{type(self._model).__name__} makes {path} for the sizes of a batch and keeps it, {sizes}, and what later calls "
+                    f"compute depends on which was made before\n  what to do: call the model once on its longest batch before compiling "
+                    f"it, so that it is there; or make it for every batch"
+                )
         if not any(_same_sizes(tables, _tables(before)) for _, before in self._made):
             self._made.append((given, made))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.utils.checkpoint
 from torch import Tensor
 
-from autopar.run.saved import itself
+from autopar.run.saved import without_hooks
 
 __all__ = ["functions_called", "not_kept_for_later", "without_checkpointing"]
 
@@ -17,10 +17,7 @@ __all__ = ["functions_called", "not_kept_for_later", "without_checkpointing"]
 def not_kept_for_later() -> contextlib.AbstractContextManager[object]:
     """Inside, torch.utils.checkpoint around a call does not replace what is kept for backward by a promise to run the call again: a stage
     of a pipeline runs backward within the call, and would begin the call anew, each rank at another time."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if top is None or top[0].__module__ != torch.utils.checkpoint.__name__:
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(itself, lambda kept: kept)
+    return without_hooks(torch.utils.checkpoint.__name__)
 
 
 @contextlib.contextmanager

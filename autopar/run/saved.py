@@ -21,10 +21,11 @@ def itself(tensor: Tensor) -> Tensor:
     return tensor if _GRAPHS.get() else tensor.detach()
 
 
-def without_hooks() -> contextlib.AbstractContextManager[object]:
-    """Inside, hooks on saved tensors that are in force (torch.utils.checkpoint's, save_on_cpu's) are given none: what is computed is not
-    what the user's program computes. (Only private ways lead to those in force.)"""
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+def without_hooks(of: str = "") -> contextlib.AbstractContextManager[object]:
+    """Inside, hooks on saved tensors that are in force (torch.utils.checkpoint's, save_on_cpu's) are given none. of: the module that
+    defines them; any if that is empty. (Only private ways lead to those in force.)"""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if top is None or of not in ("", top[0].__module__):
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(itself, lambda kept: kept)
 

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks._traps_kit import CLASSES, HIDDEN, Compile, Net, Results, batch, batches, program, seeded, sgd, state
+from benchmarks._traps_kit import CLASSES, HIDDEN, Compile, Net, Results, batch, batches, program, seeded, sgd, state, trained
 
 KIND = "carried"
 
 
 def _trained(model: Any, *more: Any, steps: int = 6) -> Results:
     """The usual loop. more: further arguments of a call, in turns."""
-    optimizer, losses = sgd(model), []
+    return trained(model, inputs=[(*given, more[k % len(more)]) if more else given for k, given in enumerate(batches(steps))])
+
+
+def _set_before(set_: Callable[[int], Any], steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches, before each of which the loop sets something."""
     for k, given in enumerate(batches(steps)):
-        optimizer.zero_grad()
-        loss = model(*given, *([more[k % len(more)]] if more else []))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "state": state(model)}
+        set_(k)
+        yield given
 
 
 class _Keeping(Net):
@@ -123,15 +124,7 @@ def a_state_of_each_task_in_a_list(compile: Compile) -> Results:
 def a_state_beside_one_that_the_loop_sets(compile: Compile) -> Results:
     """The forward replaces one tensor of a dict, and the loop another."""
     model = compile(seeded(_OfTasks), example_inputs=batch())
-    optimizer, losses = sgd(model), []
-    for k, given in enumerate(batches(4)):
-        model.kept["b"] = torch.full((HIDDEN,), 0.5 * k)
-        optimizer.zero_grad()
-        loss = model(*given)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "state": state(model)}
+    return trained(model, inputs=_set_before(lambda k: model.kept.update(b=torch.full((HIDDEN,), 0.5 * k)), 4))
 
 
 class Counted(_Keeping):
@@ -172,15 +165,7 @@ class _Switched(_OfTasks):
 @program(KIND)
 def a_mean_beside_a_flag_of_the_loop(compile: Compile) -> Results:
     model = compile(seeded(_Switched), example_inputs=batch())
-    optimizer, losses = sgd(model), []
-    for k, given in enumerate(batches(5)):
-        model.kept["on"] = k not in (2, 3)
-        optimizer.zero_grad()
-        loss = model(*given)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "state": state(model)}
+    return trained(model, inputs=_set_before(lambda k: model.kept.update(on=k not in (2, 3)), 5))
 
 
 class _Anchored(nn.Module):
