@@ -1,7 +1,7 @@
-"""A training script as people write them, run in many pairs of processes: `python exit_forms.py FORM PAIRS`.
+"""A training script as people write them, run in many pairs of processes: `python exit_forms.py PAIRS FORM [FORM ...]`.
 
 Each pair is forked from one process that has imported everything, goes on as a script of its own, and ends as an interpreter ends.
-FORM: how the script ends. Prints one line for each pair whose ranks did not end as they must, then 'pairs N'.
+FORM: how the script ends. Prints one line for each pair whose ranks did not end as they must or said something, then 'FORM: pairs N'.
 """
 
 import atexit
@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import weakref
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -44,28 +45,32 @@ def _noted(*args: Any, **kwargs: Any) -> Any:
 
 dist.new_group = _noted
 
-FORM, PAIRS = sys.argv[1], int(sys.argv[2])
-EXPECTED = {"raises": 1, "exits": 3}.get(FORM, 0)
+PAIRS, FORMS = int(sys.argv[1]), sys.argv[2:]
+EXPECTED = {"raises": 1, "exits": 3}
 
 
-def _become_a_rank(folder: str) -> bool:
-    """Returns False in the process that has seen all pairs end, True in each of their ranks."""
-    for first in range(0, PAIRS, 5):
-        children = []
-        for pair in range(first, min(first + 5, PAIRS)):  # side by side
-            for rank in range(2):
-                child = os.fork()
-                if child == 0:
-                    if EXPECTED:
-                        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the traceback
-                    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{pair}", 2), rank=rank, world_size=2)
-                    return True
-                children.append((pair, child))
-        for pair, child in children:
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if code != EXPECTED:
-                print(f"a rank of pair {pair} ended with {code}", flush=True)
-    return False
+def _become_a_rank(folder: str) -> str | None:
+    """The form of a rank in each rank; None in the process that has seen all pairs end."""
+    for form in FORMS:
+        for first in range(0, PAIRS, 5):
+            children = []
+            for pair in range(first, min(first + 5, PAIRS)):  # side by side
+                for rank in range(2):
+                    said = f"{folder}/{form}-{pair}-{rank}"
+                    child = os.fork()
+                    if child == 0:
+                        for stream in (1, 2):
+                            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+                        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{form}-{pair}", 2), rank=rank, world_size=2)
+                        return form
+                    children.append((pair, child, said))
+            for pair, child, said in children:
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                words = Path(said).read_text() if form != "raises" else ""  # of which it is the traceback
+                if code != EXPECTED.get(form, 0) or words:
+                    print(f"{form}: a rank of pair {pair} ended with {code} {words}", flush=True)
+        print(f"{form}: pairs {PAIRS}", flush=True)
+    return None
 
 
 def main() -> tuple[ParallelModule, torch.optim.Optimizer, torch.Tensor]:
@@ -83,9 +88,9 @@ def main() -> tuple[ParallelModule, torch.optim.Optimizer, torch.Tensor]:
 
 
 folder = tempfile.mkdtemp()
-if not _become_a_rank(folder):
+FORM = _become_a_rank(folder)
+if FORM is None:
     shutil.rmtree(folder)
-    print(f"pairs {PAIRS}", flush=True)
     os._exit(0)
 if FORM == "raises":
     atexit.unregister(_check)  # the groups of a rank that failed are left alone

@@ -17,8 +17,8 @@ import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.run.varying import NUMBERS
-from benchmarks._traps import PROGRAMS
 from benchmarks._traps_run import Judge
+from tests.in_turn import in_turn
 
 pytestmark = pytest.mark.gloo
 
@@ -27,14 +27,13 @@ READ = {
     "list_of_which_the_length_is_asked": "changes seen from list of 1 to list of 2",
     "list_in_a_checkpoint": "changes seen from list of 1 to list of 2",
 }
-RIGHT = sorted(name for name, program in PROGRAMS.items() if program.kind == "appended" and name not in READ)
 IN_ONE_PIECE = ("numbers_of_each_call",)
+RIGHT = in_turn("appended", ("zero3",), ("pp2",), without=(*READ, *IN_ONE_PIECE)) | dict.fromkeys(IN_ONE_PIECE, ("dp2", "zero3"))
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_kept_is_that_of_one_process(name: str, judge: Judge) -> None:
-    plans = ("dp2", "zero3", *(() if name in IN_ONE_PIECE else ("pp2",)), *PROGRAMS[name].plans)
-    assert judge.not_right(name, plans) == []
+    assert judge.not_right(name, RIGHT[name]) == []
 
 
 @pytest.mark.parametrize("name", sorted(READ))

@@ -19,9 +19,9 @@ from autopar.planner.space import Space
 from autopar.run.backward_hooks import BackwardHooks, Entered, Returned
 from autopar.run.closed import is_named, names_in
 from autopar.run.region import REGION
-from benchmarks._traps import PROGRAMS
 from benchmarks._traps_run import Judge
 from cost_models.cluster import load_cluster
+from tests.in_turn import in_turn
 
 pure = pytest.mark.pure
 
@@ -31,14 +31,14 @@ REFUSED = {
 }
 IN_ONE_STAGE = ("hook_of_several_arguments_and_results", "function_whose_backward_writes_down_norms")
 BETWEEN = "hook_that_scales_by_what_is_set_before_backward"
-RIGHT = sorted(name for name, program in PROGRAMS.items() if program.kind == "told" and name not in REFUSED)
+RIGHT = in_turn("told", ("dp2", "pp2"), ("zero3", "pp2"), without=(*REFUSED, *IN_ONE_STAGE, BETWEEN))
+RIGHT |= dict.fromkeys((*IN_ONE_STAGE, BETWEEN), ("dp2", "zero3"))
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", RIGHT)
 def test_hooks_are_told_what_they_are_on_one_process(name: str, judge: Judge) -> None:
-    plans = ("dp2", "zero3", *(() if name in (*IN_ONE_STAGE, BETWEEN) else ("pp2",)), *PROGRAMS[name].plans)
-    assert judge.not_right(name, plans) == []
+    assert judge.not_right(name, RIGHT[name]) == []
 
 
 @pytest.mark.gloo

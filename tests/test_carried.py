@@ -19,21 +19,21 @@ from autopar.errors import CaptureError
 from autopar.run import WorkerPool
 from autopar.run.forms import GROWN
 from autopar.run.varying import NUMBERS, Kind
-from benchmarks._traps import PROGRAMS
 from benchmarks._traps_kit import batch, train
 from benchmarks._traps_run import Judge
 from benchmarks.trap_programs.carried import Cached
 from benchmarks.trap_programs.histories import Counted
+from tests.in_turn import in_turn
 from tests.stateful_models import build, equal, snapshot
 
 pure = pytest.mark.pure
-HERE = sorted(name for name, program in PROGRAMS.items() if program.kind == "carried")
+HERE = in_turn("carried", ("dp2",), ("pp2",))
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", HERE)
 def test_they_are_those_of_one_process(name: str, judge: Judge) -> None:
-    assert judge.not_right(name, ("dp2", "pp2", *PROGRAMS[name].plans)) == []
+    assert judge.not_right(name, HERE[name]) == []
 
 
 @pytest.mark.gloo

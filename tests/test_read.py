@@ -21,9 +21,9 @@ from autopar.run.mesh import Mesh
 from autopar.run.random_numbers import seeded as seeded_from
 from autopar.run.reading import Unreadable
 from autopar.run.unread import Loss, Unread
-from benchmarks._traps import PROGRAMS
 from benchmarks._traps_kit import InDict, batch, seeded
 from benchmarks._traps_run import Judge
+from tests.in_turn import in_turn
 
 pytestmark = pytest.mark.gloo
 
@@ -31,14 +31,12 @@ REFUSED = {
     "metric_behind_a_step_by_hand": "an optimizer's step",
     "number_is_set_between": "temperature from nothing to 2.0",
 }
-READ = sorted(name for name, program in PROGRAMS.items() if program.kind == "read" and name not in REFUSED)
+READ = in_turn("read", ("tp2",), ("pp2",), ("zero3",), without=REFUSED)
 
 
 @pytest.mark.parametrize("name", READ)
 def test_programs_that_read_more_than_the_loss_are_right(name: str, judge: Judge) -> None:
-    more = PROGRAMS[name].plans
-    plans = ("tp2", "pp2", *(("zero3",) if more else ()), *(plan for plan in more if plan != "hybrid3"))
-    assert judge.not_right(name, plans) == []
+    assert judge.not_right(name, READ[name]) == []
 
 
 @pytest.mark.parametrize("name", REFUSED)

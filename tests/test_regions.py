@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ from autopar.run import ParallelModule, WorkerPool
 from autopar.run.region import REGION, Place, Region
 from autopar.run.region import region as run
 from autopar.variants import tensors_of
-from autopar.verify import reference, verify, verify_plan
+from autopar.verify import Reference, reference, verify, verify_plan
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]]] = {
     "mixture": (m.Mixture, m.tokens), "graph": (m.Graph, m.nodes), "speech": (m.Speech, m.speech), "shared": (m.Shared, m.tokens),
@@ -426,6 +427,13 @@ def test_regions_are_verified_in_evaluation_too(workers: WorkerPool) -> None:
     assert report.ok and report.evaluation is not None and report.evaluation < 1e-9, report
 
 
+@functools.cache
+def referenced(name: str) -> Reference:
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]
+    return reference(model(), inputs())
+
+
 @gloo
 @pytest.mark.parametrize("pins", PLANS, ids=str)
 @pytest.mark.parametrize("name", list(MODELS))
@@ -434,9 +442,7 @@ def test_equals_the_original(name: str, pins: dict[str, Any], workers: WorkerPoo
         pytest.skip("one graph, frames counted over the batch, and what asks all samples are not split into micro-batches")
     if pins.get("recompute") and name not in ("mixture", "careful"):
         pytest.skip("nothing repeats")
-    torch.manual_seed(0)
-    model, inputs = MODELS[name]
-    ref = reference(model(), inputs())
+    ref = referenced(name)
     report = verify_plan(ref, plan_of(ref.captured, 4, cluster="cpu", pins=pins), workers, timeout_s=120)
     assert report.ok, report
     assert "L.region(" in report.source
