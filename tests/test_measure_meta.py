@@ -125,7 +125,9 @@ def test_norms_of_a_batch_are_the_same_on_meta(
 
 
 @pytest.mark.parametrize("target", ["aten.scaled_dot_product_attention.default", "autopar.L.attention"])
-@pytest.mark.parametrize(("dtype", "dropout"), [(torch.float32, 0.0), (torch.float32, 0.1), (torch.bfloat16, 0.1), (torch.float64, 0.0)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "dropout"), [(torch.float32, 0.0), (torch.float32, 0.1), (torch.bfloat16, 0.1), (torch.float64, 0.0)], ids=str
+)
 @pytest.mark.parametrize("heads", [(2, 1), (2, 3), (1, 1)], ids=str)
 def test_attention_with_a_mask_that_is_trained_is_the_same_on_meta(
     target: str, dtype: torch.dtype, dropout: float, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
