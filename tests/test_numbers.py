@@ -19,20 +19,18 @@ from autopar.capture import capture
 from autopar.capture.interpret import run_whole_program
 from autopar.errors import CaptureError
 from autopar.run import WorkerPool, wanted
-from benchmarks._traps import PROGRAMS
 from benchmarks._traps_kit import Net, batch, seeded
 from benchmarks._traps_run import Judge
+from tests.in_turn import in_turn
 
 REFUSED = {"root_of_a_number": "by other operators than|cannot capture Rooted", "number_that_decides": "lets values of a tensor decide"}
-RIGHT = sorted(name for name, program in PROGRAMS.items() if program.kind == "numbers" and name not in REFUSED)
+RIGHT = in_turn("numbers", ("tp2", "zero3"), ("pp2",), without=REFUSED)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", RIGHT)
 def test_numbers_are_those_of_one_process(name: str, judge: Judge) -> None:
-    more = PROGRAMS[name].plans
-    plans = ("tp2", "pp2", *(("zero3",) if more else ()), *(plan for plan in more if plan != "hybrid3"))
-    assert judge.not_right(name, plans) == []
+    assert judge.not_right(name, RIGHT[name]) == []
 
 
 @pytest.mark.gloo

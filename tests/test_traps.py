@@ -56,7 +56,7 @@ PROGRAMS_HERE = (
     "weights_clamped_and_normalised_by_blocks", "weights_drawn_anew", "weights_masked_and_decayed_in_turns", "weights_without_elements",
     "whole_state_by_place", "width_of_another_base_midway", "work_where_nothing_is_traced", "written_by_save_pretrained",
     "zero_that_is_given_a_gradient", "gradients_asked_for_by_another_name", "branch_of_who_compiles_by_another_name",
-    "bad_batches_that_the_loop_skips", "checkpoint_around_first_calls",
+    "bad_batches_that_the_loop_skips", "checkpoint_around_first_calls", "tried_before_it_is_done_otherwise",
 )  # fmt: skip
 UNDER_BOTH = ("states_of_a_number", "target_moved_by_the_forward")
 

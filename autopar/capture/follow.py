@@ -193,6 +193,18 @@ def _check_sizes(input: torch.Tensor, target: torch.Tensor, **_: object) -> None
         torch._check(sizes[0] == sizes[1])
 
 
+_VIEWS = (torch.Tensor.view, torch.Tensor.view_as)
+
+
+def _viewed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A view, of which code may try whether there is one (`try: x.view(...) except RuntimeError: x.reshape(...)`): for tensors without
+    data torch raises ValueError."""
+    try:
+        return func(*args, **kwargs)
+    except ValueError as error:
+        raise RuntimeError(f"view size is not compatible with input tensor's size and stride: {error}") from error
+
+
 class AtTheBorder(TorchFunctionMode):
     """What a trace would not see or get wrong, of the torch functions that the code inside calls.
 
@@ -324,7 +336,7 @@ class AtTheBorder(TorchFunctionMode):
         if func in _OF_TARGETS:
             _check_sizes(*args[:2], **kwargs)
         call = self._tape.before(func, args, kwargs)
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs) if func not in _VIEWS else _viewed(func, args, kwargs)
         self._tape.after(call, result)
         if func is torch.Tensor.requires_grad_ and isinstance(result, FakeTensor) and result.requires_grad:
             self.leaves.append((result, running_line()))

@@ -102,7 +102,7 @@ class Left:
             if held.path in self._appended:
                 there.extend(_anew(held.items, tensors))
                 continue
-            if type(given) is tuple and isinstance(there, list):
+            if type(given) is tuple and isinstance(there, (list, deque)):
                 given = tuple(there[k] if x is _STAYS else x for k, x in enumerate(given))
             put_back(held._replace(holder=there, items=given))
         for count in self._counts:

@@ -3,7 +3,7 @@ hidden states of recurrent networks, membrane potentials, memories. A program ta
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from autopar.capture.state import State
 __all__ = ["Inside", "around", "begin_anew", "tensors_at"]
 
 
-_CONTAINERS = (list, dict, OrderedDict)
+_CONTAINERS = (list, deque, dict, OrderedDict, defaultdict)
 _TENSOR = object()  # stands for any tensor in the structure of a container
 
 

@@ -285,7 +285,8 @@ class _Flattener:
             self._repeated(node, target, env, self.instances)
         elif isinstance(target, torch._ops.OpOverload):
             asserts = any(target.name().split("::")[1].startswith(a) for a in _ASSERTIONS)
-            if asserts or (not node.users and target._schema.returns and not _gives_tensors(target)):  # torch.promote_types
+            nothing = not _gives_tensors(target) or node.meta.get("val") is None  # torch.promote_types; one that failed, as code expects
+            if asserts or (not node.users and target._schema.returns and nothing):
                 env[node] = None
             else:
                 self._operator(node, target, env, no_grad=no_grad, autocast=autocast)

@@ -20,6 +20,7 @@ from autopar.capture.aside import sparse_buffers_aside
 from autopar.capture.border import Stopped
 from autopar.capture.captured import Captured
 from autopar.capture.changing import of_earlier_calls
+from autopar.capture.defaults import made_own
 from autopar.capture.drawn import drawing
 from autopar.capture.export import FAILURES
 from autopar.capture.fewer import captured_and_compared
@@ -204,9 +205,13 @@ class _Tries:
         why: CaptureError | None = None
         if new:
             self.changing |= new
+            undo = made_own(self.model, new)
             try:
                 return self._once(example, **more)
-            except CaptureError as other:
+            except BaseException as other:
+                undo()
+                if not isinstance(other, CaptureError):
+                    raise
                 self.changing, why = before, other
         if error.begun or error.marks:
             return self._with_what_stands(error, example, more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,6 +80,25 @@ def a_history_that_is_popped(compile: Compile) -> Results:
     return {**found, "kept": [t.norm().item() for t in model.kept]}
 
 
+class _InADeque(_Keeping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = deque([torch.zeros(HIDDEN), torch.ones(HIDDEN), torch.ones(HIDDEN)], maxlen=3)
+
+    def _of_before(self) -> Tensor:
+        return torch.stack([*self.kept]).mean(0)
+
+    def _keep(self, now: Tensor, task: str) -> None:
+        self.kept.append(now)
+
+
+@program(KIND)
+def a_history_in_a_full_deque(compile: Compile) -> Results:
+    model = compile(seeded(_InADeque), example_inputs=batch())
+    found = _trained(model)
+    return {**found, "kept": [t.norm().item() for t in model.kept], "most": model.kept.maxlen}
+
+
 class _OfTasks(_Keeping):
     def __init__(self) -> None:
         super().__init__()
@@ -125,6 +145,20 @@ def a_state_beside_one_that_the_loop_sets(compile: Compile) -> Results:
     """The forward replaces one tensor of a dict, and the loop another."""
     model = compile(seeded(_OfTasks), example_inputs=batch())
     return trained(model, inputs=_set_before(lambda k: model.kept.update(b=torch.full((HIDDEN,), 0.5 * k)), 4))
+
+
+class _AsTheyCome(_OfTasks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = defaultdict(lambda: torch.zeros(HIDDEN))
+
+
+@program(KIND)
+def a_state_of_each_task_as_it_comes(compile: Compile) -> Results:
+    """In a defaultdict."""
+    model = compile(seeded(_AsTheyCome), example_inputs=(*batch(), "a"))
+    found = _trained(model, "a", "b", "b")
+    return {**found, "kept": [model.kept[task].norm().item() for task in "ab"]}
 
 
 class Counted(_Keeping):

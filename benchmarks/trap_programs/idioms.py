@@ -196,3 +196,24 @@ def losses_collected_in_a_list(compile: Compile) -> Results:
             return total
 
     return _results(compile, Deep)
+
+
+@program(KIND)
+def tried_before_it_is_done_otherwise(compile: Compile) -> Results:
+    """A view that there is none of, and a sum that shapes do not allow: caught, and done in another way."""
+
+    class Trying(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x)).t()
+            try:
+                h = h.view(x.shape[0], -1)
+            except RuntimeError:
+                h = h.reshape(-1, x.shape[0]).t()
+            try:
+                h = h + torch.ones(HIDDEN + 1, dtype=h.dtype)
+            except RuntimeError:
+                h = h + 0.5
+            found: Tensor = self.blocks(h)
+            return found
+
+    return _results(compile, Trying)

@@ -421,3 +421,39 @@ def outputs_of_a_number(compile: Compile) -> Results:
         found.append([loss.item(), logits.detach().sum().item()])
         optimizer.step()
     return {"found": found, "state": state(model)}
+
+
+class _Warmed(nn.Module):
+    """A layer that counts its calls in training, from what the class says."""
+
+    calls, rate = 0, 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.rate *= 0.9
+        found: Tensor = self.linear(x) * min(1.0, self.calls / 4) + self.rate * x
+        return found
+
+
+class Warmed(Net):
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(_Warmed(), _Warmed())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.steps += 1
+        return super().forward(x, y) * (2.0 if self.steps > 3 else 1.0)
+
+
+@program(KIND)
+def counted_from_what_the_class_says(compile: Compile) -> Results:
+    """Counts and a rate that begin as attributes of a class (`calls = 0`)."""
+    model = compile(seeded(Warmed), example_inputs=batch())
+    return _trained(model, seen=lambda model: (model.steps, *((block.calls, block.rate) for block in model.blocks)))
