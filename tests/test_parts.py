@@ -453,8 +453,14 @@ def _changed_objects() -> None:
     owner._modules[key] = kept
     weight = kept._parameters["weight"]
     kept._parameters["weight"] = nn.Parameter(torch.zeros_like(local(weight)))
-    with pytest.raises(ValueError, match="is another object than when the model was compiled"):
+    with pytest.raises(ValueError, match="is another object than when the model was compiled. Write new values into it"):
         model(*batch())
+    kept._parameters["weight"] = weight
+    others = {name: local(p).detach() for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"torch.func.functional_call.* call it of model.original"):
+        torch.func.functional_call(model, others, batch())
+    with model.full_parameters():
+        torch.func.functional_call(model.original, {name: p.detach() for name, p in model.named_parameters()}, batch())
 
 
 def test_the_originals_modules_and_parameters_are_the_modules_own(pair: WorkerPool) -> None:

@@ -52,6 +52,16 @@ class _OfGradients:
         return None if grad is None else self._hook(grad)
 
 
+def _remedy_of_another(there: object) -> str:
+    """What to do about what stands in the place of a parameter."""
+    if isinstance(there, torch.Tensor) and not isinstance(there, torch.nn.Parameter):  # as torch.func.functional_call puts there
+        return (
+            "torch.func.functional_call, of tensors in the place of parameters, is for the model itself: `with model.full_parameters():` "
+            "call it of model.original; or let the model compute with what is added to its parameters, an input of the call"
+        )
+    return "Write new values into it (copy_, load_state_dict, or `with model.full_parameters():`), or compile the changed model"
+
+
 def _tell_of_gradients_alone(hooks: dict[int, Any]) -> None:
     """hooks: of a parameter, as torch keeps them."""
     for key, hook in hooks.items():
@@ -255,10 +265,9 @@ class Tree:
         self.buffers.take_those_of_the_loop()
         with plainly():
             for place, param, name in self._places:
-                if place.registry.get(place.key) is not param:
+                if (there := place.registry.get(place.key)) is not param:
                     raise ValueError(
-                        f"parameter {name} is another object than when the model was compiled. Write new values into it (copy_, "
-                        f"load_state_dict, or `with model.full_parameters():`), or compile the changed model"
+                        f"parameter {name} is another object than when the model was compiled. {_remedy_of_another(there)}"
                     )
             self.buffers.check_gradients()
             check_given(self.params.items())
