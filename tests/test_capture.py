@@ -94,6 +94,23 @@ def test_a_dtype_that_the_forward_asks_for_is_no_operator() -> None:
     assert [op.target for op in program.ops] == ["aten.linear.default", "aten.to.dtype", "aten.mean.default"]
 
 
+def test_what_is_made_in_another_default_dtype_has_that() -> None:
+    class Exact(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float64)
+            thirds = torch.ones(4) / 3
+            torch.set_default_dtype(before)
+            return self.linear(x * thirds.float()).mean()
+
+    program = capture(Exact(), (torch.randn(2, 4),)).program
+    assert ("dtype", torch.float64) in next(op.kwargs for op in program.ops if op.target == "aten.ones.default")
+
+
 def test_a_sum_that_begins_with_nothing_can_be_split_over_samples() -> None:
     program = capture(DeeplySupervised(), (torch.randn(BATCH, DIM), torch.randn(BATCH, DIM))).program
     assert not [op for op in program.ops if op.target in ("aten.add.Tensor", "aten.sub.Tensor") and 0 in op.args]

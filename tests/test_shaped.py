@@ -148,6 +148,26 @@ def test_a_table_of_the_first_weights_is_refused() -> None:
 
 
 @pytest.mark.fake
+def test_a_table_of_which_a_part_is_no_buffer_is_refused_until_a_call_has_made_both() -> None:
+    class InTwo(Tabled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.beside = torch.ones(0, 8), torch.ones(0, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(self.table) < x.shape[1]:
+                angles = torch.arange(x.shape[1])[:, None] * torch.ones(8)
+                self.table, self.beside = angles.cos(), angles.sin()
+            return self.last(torch.tanh(self.first(x * self.table + x * self.beside))).square().mean()
+
+    model = InTwo()
+    with pytest.raises(BufferMade, match="call the model once"):
+        capture(model, (batch(),))
+    model(batch())
+    capture(model, (batch(),))
+
+
+@pytest.mark.fake
 def test_nothing_can_be_told_without_data() -> None:
     with torch.device("meta"):
         model, x = Tabled(), torch.randn(8, 5, 8)

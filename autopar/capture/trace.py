@@ -480,6 +480,8 @@ class _Flattener:
             order = () if layout in (None, torch.preserve_format) else (("memory_format", layout),)
             return (convert(node.args[0]), result.dtype), order
         kwargs = tuple((k, convert(v)) for k, v in node.kwargs.items() if k not in _DROPPED_KWARGS)
+        if _is_of_default_dtype(target, named) and result.dtype.is_floating_point and result.dtype != torch.get_default_dtype():
+            kwargs = (*(pair for pair in kwargs if pair[0] != "dtype"), ("dtype", result.dtype))  # the forward has set another
         return tuple(convert(a) for a in node.args), kwargs
 
     def _arg(self, a: Any) -> Arg:
@@ -520,6 +522,15 @@ def _leaf_paths(exported: ExportedProgram) -> list[tuple[str | int, ...]]:
 
 def _is_submodule(module: fx.GraphModule, target: object) -> bool:
     return str(target) in dict(module.named_modules())
+
+
+def _is_of_default_dtype(target: torch._ops.OpOverload, named: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator makes a tensor of no other, in torch's default dtype: torch.ones(3)."""
+    arguments = target._schema.arguments
+    return (
+        named.get("dtype") is None and any(a.name == "dtype" for a in arguments)
+        and not any(isinstance(a.type, torch.TensorType) for a in arguments)
+    )
 
 
 def _gives_tensors(target: torch._ops.OpOverload) -> bool:
