@@ -63,6 +63,11 @@ def test_a_plan_and_the_same_plan_from_a_file_emit_the_same_bytes(pins: dict[str
 WHOLE = {"name": "full", "block": 7, "spans": [(0, 2)]}
 
 
+def test_what_is_no_path_is_told_what_says_what_a_plan_must_have() -> None:
+    with pytest.raises(TypeError, match="the path of its file, not a dict; pins= says what"):
+        Plan.load({"dp": 2})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "pins", [{}, {"dp": 2, "zero": 1}, {"tp": 2}, {"pp": 2, "micro_batches": 2, "recompute": "full"}, {"dp": 2, "tp": 2}]
 )
