@@ -441,6 +441,19 @@ def _compiled_twice(pins: dict[str, Any]) -> None:
         first(*batch())
 
 
+def _computed_before_the_first_call(plan: dict[str, Any]) -> None:
+    model = autopar.compile(one(), gpus=2, cluster="cpu", pins=plan)
+    name, weight = next((n, p) for n, p in model.named_parameters() if p.dim() == 2)
+    linear, square = 2 * weight.sum(), weight.square().sum()
+    (model(*batch()) + linear).backward() if plan == {"dp": 2} else model(*batch()).backward()
+    if plan != {"dp": 2}:
+        with pytest.raises(RuntimeError, match=f"a gradient of {name} is of what was computed of it before the first call"):
+            linear.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.backward()
+    (2 * weight.sum() + weight.square().sum()).backward()  # as it is now
+
+
 def _changed_objects() -> None:
     model = compiled({"tp": 2})
     name = next(name for name, m in model.named_modules() if isinstance(m, nn.Linear))
@@ -527,6 +540,11 @@ def test_in_one_process_parameters_are_the_originals(pair: WorkerPool) -> None:
 
 def test_objects_that_are_replaced_are_refused(pair: WorkerPool) -> None:
     pair.run(_changed_objects, timeout_s=60)
+
+
+@pytest.mark.parametrize("plan", [{"dp": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_what_was_computed_before_the_first_call_gives_parts_no_gradients(pair: WorkerPool, plan: dict[str, Any]) -> None:
+    pair.run(_computed_before_the_first_call, plan, timeout_s=60)
 
 
 def test_one_process_has_plain_parameters() -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gloo
 
 WITHOUT_STAGES = ("gradient_penalty_of_a_critic",)  # of which a model is one piece
 PENALTIES = in_turn("penalties", ("dp2",), ("tp2",), ("zero3",), ("pp2",), without=WITHOUT_STAGES)
-PENALTIES |= dict.fromkeys(WITHOUT_STAGES, ("dp2", "tp2", "zero3"))
+PENALTIES |= dict.fromkeys((*WITHOUT_STAGES, "steps_within_a_step"), ("dp2", "tp2", "zero3"))
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,7 @@ from autopar.capture.region_calls import Pass, ReadsValues, observed
 from autopar.capture.region_ops import CONDITION, TRACED
 from autopar.capture.repeats import forwards_replaced
 from autopar.capture.source import first_line, in_library, module_of, paths_of, running_line
+from autopar.capture.varying import as_they_are
 from autopar.errors import CaptureError, DependsOnValues
 from autopar.run.closed import closed_tensors
 from autopar.run.outside_draws import from_seed
@@ -341,6 +342,7 @@ class Regions:
 
         def traced(path: str, args: Any, kwargs: Any) -> Any:
             index, calls = next(left[path]), self.calls[path]
+            args, kwargs = as_they_are((args, kwargs))
             call = calls[index] = _as_traced(calls[index], args, kwargs)
             tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             results = torch.ops.autopar_region.call(f"{path}@{index}", tensors, len(call.results))

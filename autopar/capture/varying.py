@@ -27,7 +27,7 @@ from autopar.errors import CaptureError, NumbersChange
 from autopar.run.objects import leaf_path
 from autopar.run.varying import Asked, AsPlaced, Leaf, Number, Path, Varied, Varying, as_tensor, kind_of
 
-__all__ = ["Followed", "Numbers", "in_torch", "refuse_kept"]
+__all__ = ["Followed", "Numbers", "as_they_are", "in_torch", "refuse_kept"]
 
 _Of = Callable[[Sequence[Number]], Any]
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -168,6 +168,11 @@ def refuse_kept(output: Any, state: State) -> None:
         raise NumbersChange(f"the forward keeps in {kept[0]} a number that calls have otherwise, or one that it computes of it", kept)
     if any(type(x) is _Varies for x in pytree.tree_leaves(output)):
         raise CaptureError("the forward returns a number that calls have otherwise, or one that it computes of it")
+
+
+def as_they_are(given: Any) -> Any:
+    """Arguments of what runs as it is written, which is given the values of numbers: a program holds for these."""
+    return pytree.tree_map(lambda x: x.now() if type(x) is _Varies else x, given)
 
 
 def _gives(tensor: Tensor) -> Callable[[], Tensor]:

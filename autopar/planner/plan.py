@@ -326,8 +326,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read the file `path` and validate. PlanError if it is missing, no plan, of another version, or inconsistent;
         TypeError for what is no path."""
-        if not isinstance(path, str | os.PathLike):
-            kind = type(path).__name__
+        given: object = path
+        if not isinstance(given, str | os.PathLike):
+            kind = type(given).__name__
             raise TypeError(f"a plan is an autopar.Plan or the path of its file, not a {kind}; pins= says what a plan must have")
         try:
             data = Path(path).read_bytes()

@@ -104,10 +104,30 @@ def own_attributes(x: Tensor) -> dict[str, Any]:
 
 
 def become_part(param: nn.Parameter, here: Tensor, lies: Lies) -> None:
-    """Let the parameter, the same object, be the part `here` of what it was."""
+    """Let the parameter, the same object, be the part `here` of what it was. Graphs of before that reach it raise RuntimeError: they give
+    it whole gradients, or would compute with its values, for which torch says that it was written to."""
+    if lies.split and param.requires_grad:
+        _refuse_gradients_of_before(param, lies)
     become_whole(param, here)
+    if lies.split:
+        torch.autograd.graph.increment_version(param)
     param.__class__ = Part
     param._lies = lies  # type: ignore[attr-defined]
+
+
+def _refuse_gradients_of_before(param: nn.Parameter, lies: Lies) -> None:
+    """What adds gradients up in graphs that are alive is another node of autograd than that of later ones (`become_whole`)."""
+
+    def refuse(grads: tuple[Tensor, ...]) -> None:
+        raise RuntimeError(
+            f"a gradient of {lies.name} is of what was computed of it before the first call of the parallel module, when it was whole: "
+            f"compute that after the first call, or give autopar.compile example_inputs="
+        )
+
+    with plainly(), torch.enable_grad():
+        of_view = param.view_as(param).grad_fn
+        assert of_view is not None
+        of_view.next_functions[0][0].register_prehook(refuse)  # type: ignore[union-attr]
 
 
 def become_whole(param: nn.Parameter, whole: Tensor) -> None:

@@ -27,20 +27,51 @@ class Power(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lies: Lies, p: float) -> Tensor:
-        ctx.p = p
+        ctx.p, ctx.lies = p, lies
         ctx.save_for_backward(x)
-        total = x.sum() if p == 0 else x.abs().pow(p).sum()
-        if not lies.split:
-            return total
-        done_by_every_rank("sum up", lies.name)
-        return comm.all_reduce(total if lies.counts else torch.zeros_like(total), lies.mesh.everyone)
+        return _over_ranks(x.sum() if p == 0 else x.abs().pow(p).sum(), lies)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
+        grad = _Each.apply(grad, ctx.lies)
         if ctx.p == 0:
             return grad.to(x.dtype).expand_as(x), None, None
         return grad * ctx.p * x.abs().pow(ctx.p - 1) * x.sgn(), None, None
+
+
+def _over_ranks(own: Tensor, lies: Lies) -> Tensor:
+    """The sum of what each part gives."""
+    if not lies.split:
+        return own
+    done_by_every_rank("sum up", lies.name)
+    return comm.all_reduce(own if lies.counts else torch.zeros_like(own), lies.mesh.everyone)
+
+
+class _Each(torch.autograd.Function):
+    """A number that all ranks have -> the same, which each rank uses for its part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lies: Lies) -> Tensor:
+        ctx.lies = lies
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _Total.apply(grad, ctx.lies), None
+
+
+class _Total(torch.autograd.Function):
+    """A number of each part -> their sum, on every rank, used by all for the same work."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lies: Lies) -> Tensor:
+        ctx.lies = lies
+        return _over_ranks(x, lies)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _Each.apply(grad, ctx.lies), None
 
 
 class Root(torch.autograd.Function):
@@ -93,7 +124,20 @@ class Whole(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if ctx.lies.outside is not None:
             ctx.lies.outside.check(ctx.lies.name, grad)
-        return ctx.lies.cut(grad).contiguous(), None
+        return _Own.apply(grad, ctx.lies), None
+
+
+class _Own(torch.autograd.Function):
+    """The whole, which every rank has -> this rank's part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lies: Lies) -> Tensor:
+        ctx.lies = lies
+        return lies.cut(x).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return Whole.apply(grad, ctx.lies), None
 
 
 def reduced(name: str, x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

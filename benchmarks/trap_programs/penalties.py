@@ -341,3 +341,38 @@ def changed_before_the_slope(compile: Compile) -> Results:
     except RuntimeError:
         found["slope"] = torch.zeros(())
     return found
+
+
+class Given(nn.Module):
+    """Computes with its own weights, or with those that a call gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Parameter(0.3 * torch.randn(HIDDEN, WIDTH)), nn.Parameter(0.3 * torch.randn(CLASSES, HIDDEN))
+
+    def forward(self, x: Tensor, enter: Tensor | None = None, leave: Tensor | None = None) -> Tensor:
+        if enter is None or leave is None:
+            enter, leave = self.enter, self.leave
+        return F.linear(torch.tanh(F.linear(x, enter)), leave)
+
+
+@program(KIND)
+def steps_within_a_step(compile: Compile) -> Results:
+    """MAML: two steps on weights that are given to the call, through which the outer gradient goes; and a penalty on the norm of weights,
+    whose gradient is differentiated again."""
+    model = compile(seeded(Given), example_inputs=(batch()[0],))
+    optimizer, losses = sgd(model), []
+    for step in range(3):
+        (x, y), (others, theirs) = batch(step), batch(10 + step)
+        optimizer.zero_grad()
+        weights: list[Tensor] = [model.enter, model.leave]
+        for inner in range(2):
+            loss = F.cross_entropy(model(x) if not inner else model(x, *weights), y)
+            found = torch.autograd.grad(loss, weights, create_graph=True)
+            weights = [weight - 0.5 * grad for weight, grad in zip(weights, found, strict=True)]
+        (of_norm,) = torch.autograd.grad(model.enter.square().sum() ** 2, [model.enter], create_graph=True)
+        loss = F.cross_entropy(model(others, *weights), theirs) + 1e-3 * of_norm.square().sum()
+        loss.backward()
+        losses += [loss.item(), model.enter.grad.norm().item(), model.leave.grad.norm().item()]
+        optimizer.step()
+    return {"losses": losses, "state": state(model)}

@@ -457,3 +457,40 @@ def counted_from_what_the_class_says(compile: Compile) -> Results:
     """Counts and a rate that begin as attributes of a class (`calls = 0`)."""
     model = compile(seeded(Warmed), example_inputs=batch())
     return _trained(model, seen=lambda model: (model.steps, *((block.calls, block.rate) for block in model.blocks)))
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return -ctx.scale * grad, None
+
+
+class Adversarial(Net):
+    """A head that the features are trained to mislead, more and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.domain, self.scale = nn.Linear(HIDDEN, 2), 0.0
+
+    def forward(self, x: Tensor, y: Tensor, scale: float = 0.0) -> Tensor:  # type: ignore[override]
+        hidden = self.hidden(x)
+        reversed_: Tensor = _Reversed.apply(hidden, scale)
+        more: Tensor = _Reversed.apply(hidden, self.scale)
+        return F.cross_entropy(self.head(hidden), y) + F.cross_entropy(self.domain(reversed_) + 0.5 * self.domain(more), y % 2)
+
+
+@program(KIND)
+def gradients_reversed_more_and_more(compile: Compile) -> Results:
+    """By an argument of an autograd function that its forward does not compute with, and by an attribute."""
+    model = compile(seeded(Adversarial), example_inputs=(*batch(), 0.0))
+
+    def scale(step: int) -> float:
+        model.scale = 0.1 * step
+        return 1 - math.exp(-step / 2)
+
+    return _trained(model, scale)
