@@ -494,3 +494,27 @@ def gradients_reversed_more_and_more(compile: Compile) -> Results:
         return 1 - math.exp(-step / 2)
 
     return _trained(model, scale)
+
+
+class _Stressed(torch.autograd.Function):
+    """Whose backward alone asks for its number; for small ones it is autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, epoch: int) -> Tensor:
+        ctx.epoch = epoch
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (3 * grad if ctx.epoch > 2 else grad), None
+
+
+class Stressing(Net):
+    def forward(self, x: Tensor, y: Tensor, epoch: int = 0) -> Tensor:  # type: ignore[override]
+        hidden: Tensor = _Stressed.apply(self.hidden(x), epoch)
+        return F.cross_entropy(self.head(hidden), y)
+
+
+@program(KIND)
+def number_that_a_backward_alone_asks_for(compile: Compile) -> Results:
+    return _trained(compile(seeded(Stressing), example_inputs=(*batch(), 0)), lambda step: step)
