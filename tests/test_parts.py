@@ -445,10 +445,15 @@ def _computed_before_the_first_call(plan: dict[str, Any]) -> None:
     model = autopar.compile(one(), gpus=2, cluster="cpu", pins=plan)
     name, weight = next((n, p) for n, p in model.named_parameters() if p.dim() == 2)
     linear, square = 2 * weight.sum(), weight.square().sum()
-    (model(*batch()) + linear).backward() if plan == {"dp": 2} else model(*batch()).backward()
-    if plan != {"dp": 2}:
-        with pytest.raises(RuntimeError, match=f"a gradient of {name} is of what was computed of it before the first call"):
-            linear.backward()
+    if plan == {"dp": 2}:  # which leaves it where it lies
+        (model(*batch()) + linear + square).backward()
+        alone = one()
+        (alone(*batch()) + 2 * alone.get_parameter(name).sum() + alone.get_parameter(name).square().sum()).backward()
+        torch.testing.assert_close(weight.grad, alone.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
+        return
+    model(*batch()).backward()
+    with pytest.raises(RuntimeError, match=f"a gradient of {name} is of what was computed of it before the first call"):
+        linear.backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         square.backward()
     (2 * weight.sum() + weight.square().sum()).backward()  # as it is now

@@ -49,8 +49,9 @@ def in_its_memory(known: Tensor, here: Tensor) -> Tensor:
     fits = (known.shape, known.device, known.dtype) == (here.shape, here.device, here.dtype)
     if not fits or known.is_inference() or isinstance(here, FakeTensor) or is_expanded(known):
         return here
-    with torch.no_grad():
-        known.copy_(here)
+    if known.is_meta or not torch.equal(known, here):  # else graphs that are alive may go on with its values
+        with torch.no_grad():
+            known.copy_(here)
     return known
 
 
