@@ -181,13 +181,17 @@ def test_what_cannot_be_a_buffer_stays_an_attribute(kind: type[nn.Module]) -> No
     assert as_buffers(model, [name], State.take(model)) is None
 
 
-class InADeque(OfTheClass):
+class Means(deque[Tensor]):
+    """A container of a class of its own."""
+
+
+class InOther(OfTheClass):
     def __init__(self) -> None:
         super().__init__()
-        self.means = deque((torch.zeros(6), torch.ones(6)))
+        self.means = Means((torch.zeros(6), torch.ones(6)))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.means = deque(0.5 * mean + x.detach().mean(0) for mean in self.means)
+        self.means = Means(0.5 * mean + x.detach().mean(0) for mean in self.means)
         return (self.linear(x) - self.means[0] * self.means[1]).pow(2).sum()
 
 
@@ -214,7 +218,7 @@ class LateBuffer(FromNone):
 
 @pure
 @pytest.mark.parametrize(
-    ("kind", "remedy"), [(InADeque, "each tensor in an attribute of its own"), (LateBuffer, "begin with a tensor of its shape")]
+    ("kind", "remedy"), [(InOther, "each tensor in an attribute of its own"), (LateBuffer, "begin with a tensor of its shape")]
 )
 def test_the_remedy_says_how_it_would_be_followed(kind: type[nn.Module], remedy: str) -> None:
     with pytest.raises(CaptureError, match=remedy):
