@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.around import as_called
 from autopar.capture.as_before import left_as_it_was
+from autopar.capture.export import FAILURES
 from autopar.capture.given import Inputs, copied
 from autopar.capture.held import Held, Order, Place, Shape, child, places
 from autopar.capture.said import heard
@@ -26,8 +27,6 @@ from autopar.run.inputs import arguments_of
 from autopar.run.outside_draws import from_seed
 
 __all__ = ["Caches"]
-
-_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, AutoparError)
 
 _TOLERANCE = 1e-4  # of the largest entry: a table is not made in the same order of operations for every size
 
@@ -65,7 +64,7 @@ class Caches:
         """Whether a call of the model returns something else where that was made before."""
         try:
             alone, after = self._returned(inputs, ()), self._returned(inputs, made)
-        except _FAILURES:  # of other sizes: who calls it so is told then
+        except (*FAILURES, AutoparError):  # of other sizes: who calls it so is told then
             return False
         return len(alone) == len(after) and not all(map(_close, alone, after))
 

@@ -365,8 +365,10 @@ class Regions:
         def applied(cls: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             seen.add(cls)
             path = self._path_of(cls)
+            if path in self.calls:
+                return traced(path, args, kwargs)
             args, kwargs = as_they_are((args, kwargs))  # which its backward may ask, as no trace does
-            return traced(path, args, kwargs) if path in self.calls else apply(*args, **kwargs)
+            return apply(*args, **kwargs)
 
         def drawn(function: FunctionType) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from autopar.run import comm
 from autopar.run import function_names as F
 from autopar.run.alike import done_by_every_rank
+from autopar.run.collectives import moved
 from autopar.run.lies import Lies
 from autopar.run.part import AnyPart, in_graph, is_part, lies_of, local, part_like
 from autopar.run.plain import plainly
@@ -34,7 +35,8 @@ class Power(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
-        grad = _Each.apply(grad, ctx.lies)
+        lies = ctx.lies
+        grad = moved(grad, lambda g: _over_ranks(g, lies))  # each rank uses it for its part
         if ctx.p == 0:
             return grad.to(x.dtype).expand_as(x), None, None
         return grad * ctx.p * x.abs().pow(ctx.p - 1) * x.sgn(), None, None
@@ -46,32 +48,6 @@ def _over_ranks(own: Tensor, lies: Lies) -> Tensor:
         return own
     done_by_every_rank("sum up", lies.name)
     return comm.all_reduce(own if lies.counts else torch.zeros_like(own), lies.mesh.everyone)
-
-
-class _Each(torch.autograd.Function):
-    """A number that all ranks have -> the same, which each rank uses for its part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, lies: Lies) -> Tensor:
-        ctx.lies = lies
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _Total.apply(grad, ctx.lies), None
-
-
-class _Total(torch.autograd.Function):
-    """A number of each part -> their sum, on every rank, used by all for the same work."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, lies: Lies) -> Tensor:
-        ctx.lies = lies
-        return _over_ranks(x, lies)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _Each.apply(grad, ctx.lies), None
 
 
 class Root(torch.autograd.Function):
@@ -122,22 +98,10 @@ class Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if ctx.lies.outside is not None:
-            ctx.lies.outside.check(ctx.lies.name, grad)
-        return _Own.apply(grad, ctx.lies), None
-
-
-class _Own(torch.autograd.Function):
-    """The whole, which every rank has -> this rank's part of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, lies: Lies) -> Tensor:
-        ctx.lies = lies
-        return lies.cut(x).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return Whole.apply(grad, ctx.lies), None
+        lies = ctx.lies
+        if lies.outside is not None:
+            lies.outside.check(lies.name, grad)
+        return moved(grad, lies.gather, forward=lambda g: lies.cut(g).contiguous()), None
 
 
 def reduced(name: str, x: AnyPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
