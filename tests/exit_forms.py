@@ -52,23 +52,22 @@ EXPECTED = {"raises": 1, "exits": 3}
 def _become_a_rank(folder: str) -> str | None:
     """The form of a rank in each rank; None in the process that has seen all pairs end."""
     for form in FORMS:
-        for first in range(0, PAIRS, 5):
-            children = []
-            for pair in range(first, min(first + 5, PAIRS)):  # side by side
-                for rank in range(2):
-                    said = f"{folder}/{form}-{pair}-{rank}"
-                    child = os.fork()
-                    if child == 0:
-                        for stream in (1, 2):
-                            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-                        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{form}-{pair}", 2), rank=rank, world_size=2)
-                        return form
-                    children.append((pair, child, said))
-            for pair, child, said in children:
-                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-                words = Path(said).read_text() if form != "raises" else ""  # of which it is the traceback
-                if code != EXPECTED.get(form, 0) or words:
-                    print(f"{form}: a rank of pair {pair} ended with {code} {words}", flush=True)
+        children = []
+        for pair in range(PAIRS):  # side by side
+            for rank in range(2):
+                said = f"{folder}/{form}-{pair}-{rank}"
+                child = os.fork()
+                if child == 0:
+                    for stream in (1, 2):
+                        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+                    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{form}-{pair}", 2), rank=rank, world_size=2)
+                    return form
+                children.append((pair, child, said))
+        for pair, child, said in children:
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            words = Path(said).read_text() if form != "raises" else ""  # of which it is the traceback
+            if code != EXPECTED.get(form, 0) or words:
+                print(f"{form}: a rank of pair {pair} ended with {code} {words}", flush=True)
         print(f"{form}: pairs {PAIRS}", flush=True)
     return None
 

@@ -31,7 +31,7 @@ REFUSED = {
 }
 IN_ONE_STAGE = ("hook_of_several_arguments_and_results", "function_whose_backward_writes_down_norms")
 BETWEEN = "hook_that_scales_by_what_is_set_before_backward"
-RIGHT = in_turn("told", ("dp2", "pp2"), ("zero3", "pp2"), without=(*REFUSED, *IN_ONE_STAGE, BETWEEN))
+RIGHT = in_turn("told", ("dp2",), ("pp2",), ("zero3",), without=(*REFUSED, *IN_ONE_STAGE, BETWEEN))
 RIGHT |= dict.fromkeys((*IN_ONE_STAGE, BETWEEN), ("dp2", "zero3"))
 
 

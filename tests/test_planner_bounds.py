@@ -88,8 +88,8 @@ def test_no_price_is_below_the_bound_that_prunes_it(gpu: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "machine"),
-    [*((name, "dgx-a100") for name in ("mlp", "attention", "stack", "deep", "adapted", "tied", "balanced", "normed")),
-     *((name, "cpu") for name in ("mlp", "attention", "deep", "tied", "balanced", "normed"))],
+    [*((name, "dgx-a100") for name in ("mlp", "stack", "adapted", "tied", "normed")),
+     *((name, "cpu") for name in ("attention", "deep", "balanced"))],
 )  # fmt: skip
 def test_no_step_is_faster_than_what_its_ranks_must_exchange(name: str, machine: str) -> None:
     """On links so slow that exchange is what takes time: within a node and over nodes, once a step and in every pass."""

@@ -422,9 +422,7 @@ def gpt2(length: int) -> tuple[Any, dict[str, Tensor]]:
 MEMORY: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "micro_batches": 1},
     "dp4 zero1": {"dp": 4, "zero": 1, "micro_batches": 2},
-    "dp4 zero1 in groups": {"dp": 4, "zero": 1, "shard": 2, "micro_batches": 2},
     "dp4 zero2": {"dp": 4, "zero": 2, "micro_batches": 2},
-    "dp4 zero3": {"dp": 4, "zero": 3, "micro_batches": 1},
     "dp2 tp2 zero3": {"dp": 2, "tp": 2, "zero": 3, "micro_batches": 1},
     "pp2 dp2 zero3": {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 4},
     "dp2 recompute": {"dp": 2, "zero": 0, "micro_batches": 1, "recompute": "full"},
@@ -432,10 +430,8 @@ MEMORY: dict[str, dict[str, Any]] = {
 
 
 REDUCED: dict[str, dict[str, Any]] = {
-    "dp2": {"dp": 2, "zero": 0, "micro_batches": 1},
     "dp2 of two": {"dp": 2, "zero": 0, "micro_batches": 2},
     "dp4 zero1": {"dp": 4, "zero": 1, "micro_batches": 1},
-    "dp4 zero1 in groups": {"dp": 4, "zero": 1, "shard": 2, "micro_batches": 2},
     "dp4 zero1 in groups, of one": {"dp": 4, "zero": 1, "shard": 2, "micro_batches": 1},
     "dp4 zero2": {"dp": 4, "zero": 2, "micro_batches": 2},
     "dp4 zero3": {"dp": 4, "zero": 3, "micro_batches": 2},

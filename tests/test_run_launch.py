@@ -87,13 +87,13 @@ def test_a_pool_has_at_least_one_worker() -> None:
 
 
 def test_a_script_ends_as_it_should_however_it_ends() -> None:
-    """Ten times each. No thread of a process group may be alive when the interpreter finalizes: it would abort the process, on a
+    """Five times each. No thread of a process group may be alive when the interpreter finalizes: it would abort the process, on a
     quiet machine in a quarter to a half of the runs."""
     forms = ["at module level", "inside main", "saved last", "destroyed", "deleted", "exits", "raises"]
-    command = [sys.executable, str(ROOT / "tests" / "exit_forms.py"), "10", *forms]
+    command = [sys.executable, str(ROOT / "tests" / "exit_forms.py"), "5", *forms]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, env=environment)
-    assert (done.stdout.splitlines(), done.stderr, done.returncode) == ([f"{form}: pairs 10" for form in forms], "", 0)
+    assert (done.stdout.splitlines(), done.stderr, done.returncode) == ([f"{form}: pairs 5" for form in forms], "", 0)
 
 
 def test_workers_of_launch_leave_no_thread_of_a_process_group() -> None:
