@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.axes import TIME
@@ -333,9 +333,14 @@ def given(program: Program, paths: Mapping[str, tuple[str | int, ...]]) -> tuple
     """The program that takes these of its values as inputs, under these paths, instead of making them; and which of them it reads."""
     kept, read = _live(program, set(paths))
     extra = tuple(Input(value=v, path=paths[v]) for v in read)
-    ops = tuple(program.ops[k] for k in kept)
+    ops = tuple(_without_outputs(program.ops[k], paths) for k in kept)
     blocks, repeats = _kept_blocks(program, kept)
     return program.replace(ops=ops, inputs=(*program.inputs, *extra), blocks=blocks, repeats=repeats), read
+
+
+def _without_outputs(op: Op, names: Collection[str]) -> Op:
+    left = tuple(None if o in names else o for o in op.outputs)
+    return op if left == op.outputs else dataclasses.replace(op, outputs=left)
 
 
 def _with_prologue(program: Program, whole: set[str]) -> Moments:
@@ -359,14 +364,19 @@ def _with_prologue(program: Program, whole: set[str]) -> Moments:
 def _with_parts(body: Program, typing: _Typing) -> tuple[Program, Assignment]:
     """The body in which shared operands are divided by the number of moments before they are read."""
     ops: list[Op] = []
-    chosen, types = dict(typing.ops), dict(body.types)
+    chosen, types = {}, dict(body.types)
     position: list[int] = []
     begins: list[int] = []  # of each operator, with the parts that it reads
     for op in body.ops:
         begins.append(len(ops))
         parts: dict[int, str] = {}
+        typed, _ = typing.producer[op.name]  # which may have results that the prologue makes
+        results = [o for o in typed.outputs if o is not None]
+        strategy = typing.ops[typed.name]
+        lies = tuple(x for o, x in zip(results, strategy.outputs, strict=True) if o in op.outputs)
+        chosen[op.name] = strategy if len(lies) == len(results) else dataclasses.replace(strategy, outputs=lies)
         for k, r in enumerate(refs(op)):
-            if (op.name, k) in typing.shared:
+            if (typed.name, k) in typing.shared:
                 parts[k] = part = _fresh(f"{r}_part", types)
                 types[part] = types[r]
                 chosen[part] = Strategy(inputs=(R,), outputs=(P,))
@@ -403,7 +413,7 @@ def _live(program: Program, whole: set[str]) -> tuple[list[int], tuple[str, ...]
     for index in reversed(range(len(program.ops))):
         op = program.ops[index]
         outputs = {o for o in op.outputs if o is not None}
-        if outputs & needed and not outputs <= whole:
+        if (outputs & needed) - whole:
             kept.append(index)
             needed |= set(refs(op))
     return kept[::-1], tuple(v for v in program.types if v in whole and v in needed)
