@@ -138,6 +138,19 @@ class Normed(nn.Module):
         return self.norm(self.conv(x)).pow(2).mean()
 
 
+class Places(nn.Module):
+    """Places drawn for each sample: of two results of one operator one is made for each sample, and one is the same for all."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, places = torch.rand(x.shape).topk(3)
+        mask = torch.zeros(x.shape, dtype=x.dtype).scatter(1, places, 1.0)
+        return self.down(torch.relu(self.up(x)) * mask).pow(2).sum() * values.mean()
+
+
 class Spectral(nn.Module):
     """A weight of spectral norm one, by a vector in a buffer that each step brings nearer to the weight's own."""
 
@@ -220,6 +233,7 @@ PROGRAMS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "normed": lambda: (Normed(), {"x": torch.ones(8, 3, 6, 6)}),
     "spectral": lambda: (Spectral(), {"x": torch.ones(8, 8)}),
     "balanced": lambda: (Balanced(), {"x": torch.ones(8, 8)}),
+    "places": lambda: (Places(), {"x": torch.ones(8, 8)}),
     "skips": lambda: (Skips(), {"x": torch.ones(8, 8), "kind": torch.zeros(8, dtype=torch.long)}),
 }
 

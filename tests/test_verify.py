@@ -119,20 +119,6 @@ def test_what_derives_from_inputs_alone_keeps_no_batch_from_being_split(model: t
     check(model, _masked, plan, workers)
 
 
-class MaskedAtRandom(Masked):
-    """Places drawn for every sample: of two results of one operator, one is made for each sample and one is the same for all."""
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        values, places = torch.rand(mask.shape).topk(2, dim=-1)
-        drawn = torch.zeros(mask.shape).scatter(1, places, 1.0)
-        return (self.losses(x, y) * drawn).sum() * values.mean() / mask.sum().clamp(min=1)
-
-
-@pytest.mark.parametrize("plan", ["dp=4 micro_batches=2", "dp=2 pp=2 micro_batches=4"])
-def test_one_of_two_results_may_be_made_before_the_micro_batches(plan: str, workers: WorkerPool) -> None:
-    check(MaskedAtRandom, _masked, plan, workers)
-
-
 @pytest.mark.parametrize("plan", ["dp=4", "dp=2 pp=2 micro_batches=4", "dp=2 tp=2 micro_batches=2 zero=3"])
 def test_experts_are_given_the_rows_of_a_micro_batch_of_a_rank(plan: str, workers: WorkerPool) -> None:
     check(Mixture, lambda: (torch.randn(8, 3, WIDTH), torch.randn(8, 3, WIDTH)), plan, workers)
