@@ -162,7 +162,7 @@ class ParallelModule(AsOriginal):
         keep["_parametrized"] = original is not None and any(map(parametrize.is_parametrized, original.modules()))
         keep["_modules_of_original"] = tuple(original.modules()) if original is not None else ()
         tied = {s: mesh.holding(s) for s in sorted({p.stages for p in manifest.params if len(mesh.pp_ranks(p.stages)) > 1})}
-        keep["_tree"] = tree = Tree(self, manifest, mesh, device, tied)
+        keep["_tree"] = tree = Tree(self, manifest, mesh, device, tied, self._modules_of_original)
         specs: list[ParamSpec | BufferSpec] = [*manifest.params, *(b for b in manifest.buffers if not b.region)]
         without = without_values(specs, tensors, mesh)
         tree.take(state.distribute(specs, tensors, mesh, device, without))

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autopar.errors import LaunchError
 from autopar.run.buckets import Held, hold
 from autopar.run.given import GRAD, check_given, note
+from autopar.run.in_containers import exchanged
 from autopar.run.leaves import Leaves
 from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
@@ -71,10 +72,13 @@ def _tell_of_gradients_alone(hooks: dict[int, Any]) -> None:
 
 class Tree:
     """Places the tensors of a plan in a module tree. root: the module whose registries they go into; it has those of the original, if
-    there is one. tied: the stages that share a parameter -> their axis."""
+    there is one. tied: the stages that share a parameter -> their axis. modules: of the original, whose attributes may hold parameters."""
 
-    def __init__(self, root: nn.Module, manifest: Manifest, mesh: Mesh, device: torch.device, tied: Mapping[tuple[int, ...], Axis]) -> None:
-        self._root, self._mesh, self._device, self._tied = root, mesh, device, tied
+    def __init__(
+        self, root: nn.Module, manifest: Manifest, mesh: Mesh, device: torch.device, tied: Mapping[tuple[int, ...], Axis],
+        modules: Sequence[nn.Module] = (),
+    ) -> None:  # fmt: skip
+        self._root, self._mesh, self._device, self._tied, self._modules = root, mesh, device, tied, modules
         self.model = manifest.model
         self.held: dict[str, Held] = {}
         self.names: dict[str, str] = {}  # every name of a parameter -> the first one
@@ -346,7 +350,8 @@ class Tree:
             place.put(full[name])
         self.whole, self._writing = True, write
         try:
-            yield
+            with exchanged(self._modules, whole):
+                yield
         finally:
             self.whole = False
             now: dict[str, Tensor | None] = {}

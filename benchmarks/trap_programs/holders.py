@@ -227,3 +227,34 @@ def hooks_that_hold_the_model(compile: Compile) -> Results:
         handle.remove()
     losses += train(lambda x, y: F.cross_entropy(model(x), y), sgd(model), steps=2)
     return {"losses": losses, "sizes": sizes, "state": state(model)}
+
+
+class Scaled(nn.Module):
+    """Reads parameters that are registered from a list, and from a dict of tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scales = Net(), []
+        for k in range(2):
+            scale = nn.Parameter(torch.full((8,), 1.0 + k))
+            self.scales.append(scale)
+            setattr(self, f"scale_{k}", scale)
+        self.tables = {"first": (self.net.first.bias, "bias")}
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.net(x * self.scales[0] + self.scales[1], y) + self.tables["first"][0].square().mean()
+
+
+@program(KIND)
+def parameters_in_a_list_too(compile: Compile) -> Results:
+    """With batches of another size and an evaluation, for each of which the model is looked at again."""
+    model = compile(seeded(Scaled), example_inputs=batch())
+    optimizer = sgd(model)
+    losses = train(model, optimizer, steps=2)
+    model.eval()
+    with torch.no_grad():
+        losses.append(model(*(t[:6] for t in batch())).item())
+    model.train()
+    losses += train(model, optimizer, steps=2)
+    optimizer.zero_grad()
+    return {"losses": losses, "state": state(model), "held": [model.scales[k] is getattr(model, f"scale_{k}") for k in range(2)]}
