@@ -150,6 +150,33 @@ def test_the_time_that_the_next_call_reads_is_refused() -> None:
         build(timed)
 
 
+class Key:
+    """Keeps its hash, as classes of keys do: a large number."""
+
+    def __init__(self) -> None:
+        self.kept: int | None = None
+
+    def __hash__(self) -> int:
+        if self.kept is None:
+            self.kept = 2**62 + 1
+        return self.kept
+
+
+KEYS = [Key()]
+
+
+def test_a_hash_that_an_object_keeps_stays_with_it() -> None:
+    def looked_up(m: Any, x: Tensor) -> Tensor:
+        return m.linear(x) * (2 if KEYS[0] in {KEYS[0]: 1} else 1)
+
+    try:
+        _, guards = build(looked_up)
+        guards.leave({})
+        assert KEYS[0].kept == 2**62 + 1
+    finally:
+        KEYS[0].kept = None
+
+
 def test_a_list_that_the_loop_puts_there_is_filled() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         m.sizes.clear()

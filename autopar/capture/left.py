@@ -330,10 +330,11 @@ class _Comparison:
 
     def _is_computed(self, path: str) -> bool:
         """Whether a call leaves a number there that it has computed from values, whatever that was before."""
-        left = self._traced.get(path)
-        if path in self._numbers or may_stand(left):
-            return is_plain(self._first.leaves.get(path, ABSENT))
-        return isinstance(left, Opaque) and isinstance(left.value, _COMPUTED) and is_plain(self._first.leaves.get(path, ABSENT))
+        left, here = self._traced.get(path), self._first.leaves.get(path, ABSENT)
+        stands = may_stand(left) and (isinstance(left, float) or not same(left, here))  # else it is large by itself, as hashes are
+        if path in self._numbers or stands:
+            return is_plain(here)
+        return isinstance(left, Opaque) and isinstance(left.value, _COMPUTED) and is_plain(here)
 
     def _follows(self, path: str) -> bool:
         """Whether what a set holds after the call is there after the trace of it too, and is no mark of a cache."""
