@@ -14,6 +14,7 @@ from autopar.run.inputs import micro_batch
 from benchmarks import traps
 from benchmarks._traps import PROGRAMS
 from benchmarks._traps_run import PLANS, USUAL, Judge, Outcome, _described, _stopped, differences, run_program
+from tests.in_turn import one_for
 
 PROGRAMS_HERE = (
     "a_copy_used_after_training", "accumulated_by_the_user", "adversarial_inputs", "attention_looked_at", "attribute_written_through_data",
@@ -49,10 +50,10 @@ UNDER_BOTH = ("states_of_a_number", "target_moved_by_the_forward")
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("name", "turn"), [(name, ("tp2", "pp2")[k % 2]) for k, name in enumerate(PROGRAMS_HERE)], ids=PROGRAMS_HERE)
-def test_ordinary_programs_are_right(name: str, turn: str, judge: Judge) -> None:
+@pytest.mark.parametrize("name", PROGRAMS_HERE)
+def test_ordinary_programs_are_right(name: str, judge: Judge) -> None:
     """Under one plan each, or two where a mistake shows under one of them alone; the benchmark `traps` runs them under all."""
-    assert judge.not_right(name, ("tp2", "pp2") if name in UNDER_BOTH else (turn,)) == []
+    assert judge.not_right(name, ("tp2", "pp2") if name in UNDER_BOTH else (one_for(name, "tp2", "pp2"),)) == []
 
 
 @pytest.mark.gloo
