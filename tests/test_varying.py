@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture
+from autopar.capture.held import places
 from autopar.capture.interpret import run_whole_program
 from autopar.capture.numbers import Numbers as OfTensors
 from autopar.capture.state import State
@@ -329,3 +330,25 @@ def told_of_another_number() -> str:
 def test_a_number_that_one_rank_sets_alone_is_told(pair: WorkerPool) -> None:
     for told in pair.run(told_of_another_number):
         assert "scale is another on rank 0 than on rank 1: what a forward reads is to be set on all ranks alike" in told
+
+
+class ForKeys(nn.Module):
+    """Has a number for each object of a class that says nothing of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rates = nn.Linear(8, 4), {object(): 1.5}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean() * sum(self.rates.values())
+
+
+@pytest.mark.pure
+def test_numbers_of_objects_have_the_same_names_in_every_process() -> None:
+    """In which the objects are elsewhere in memory: the plan that one rank makes is for all of them."""
+    models, named = [ForKeys() for _ in range(2)], []
+    for model in models:
+        (path,) = (place.path for value, place in places(State.take(model, None).held) if value == 1.5)
+        program = capture(model, (batch()[0],), varying=Varying(places=frozenset({path}))).program
+        named.append([x.value for x in program.inputs])
+    assert named[0] == named[1] and len(named[0]) == 2

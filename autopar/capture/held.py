@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import operator
+import re
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -17,7 +18,7 @@ import torch
 __all__ = [
     "ABSENT", "EMPTY", "EXACTLY", "KEPT", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Order", "Place", "Shape", "Taken", "Value",
     "child", "contents", "describe", "is_in", "is_leaf", "is_plain", "is_tuple", "keys_of", "order_of", "places", "put_back", "same",
-    "shown_key", "tuple_of", "value_of",
+    "shown_key", "tuple_of", "value_of", "without_ids",
 ]  # fmt: skip
 
 SIMPLE = (
@@ -25,6 +26,8 @@ SIMPLE = (
 )  # fmt: skip
 
 EXACTLY = frozenset({type(None), bool, int, float, str, torch.dtype, torch.Size})  # the usual ones, which are faster to tell
+
+_IDS = re.compile(r" (0x[0-9a-f]+|\d{9,})\b")  # of objects, in the paths of what they are keys of
 
 KEPT = "kept"  # the table of a Held of what a cache of a function keeps, which is not put back
 EMPTY = "empty"  # the table of a Held of several tables of a module, none of which holds anything
@@ -310,3 +313,8 @@ def is_plain(value: object) -> bool:
 
 def shown_key(key: object) -> str:
     return repr(key) if isinstance(key, (str, int, float, bool, tuple, type(None))) else f"a {type(key).__name__} {id(key)}"
+
+
+def without_ids(path: str) -> str:
+    """A path as every process has it, in which objects that are keys are not told apart."""
+    return _IDS.sub("", path)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.effects import operand_returned, packet
 from autopar.capture.export import PREFIX, number_name
 from autopar.capture.follow import storage_of
+from autopar.capture.held import without_ids
 from autopar.capture.hooked import Call
 from autopar.capture.infer import Meta, meta_of
 from autopar.capture.instances import Instances, StandIns
@@ -223,7 +224,7 @@ class _Flattener:
                 self.inputs.append(Input(value=value, path=path))
             elif spec.target in numbers:
                 place = numbers[spec.target]
-                value = self.names.fresh(f"n_{self.varied[place].name}")
+                value = self.names.fresh(f"n_{without_ids(self.varied[place].name)}")
                 self.metas[value] = meta_of(node.meta["val"], self.varied[place].grad)
                 self.inputs.append(Input(value=value, path=(NUMBERS, place)))
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and fqn in self.value_of_fqn:
