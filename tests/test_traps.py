@@ -35,11 +35,11 @@ PROGRAMS_HERE = (
     "one_tensor_in_the_example_alone", "optimizer_before_compile", "optimizer_of_an_operator_that_writes",
     "optimizer_whose_step_is_compiled_as_one_graph", "original_called_in_training_mode", "outputs_in_a_dict_with_attributes",
     "own_weight_as_an_input", "padding_pooled_in_evaluation", "parameter_left_in_a_global", "parameter_that_a_function_gives_no_gradient",
-    "parameters_in_a_list_too", "parametrised_in_each_call", "part_that_has_a_layer_under_two_names", "parts_of_a_sequence",
-    "pattern_that_the_loop_goes_through", "penalty_left_on_a_layer_of_torch", "pointer_into_a_queue", "property_over_a_slot",
-    "pruned_in_turns_with_all_that_is_left", "rate_behind_a_descriptor", "rewound_to_what_was_kept", "rows_bounded_by_the_layer",
-    "samples_repeated", "settings_of_a_parametrised_layer", "settings_on_a_layer_of_torch", "sizes_and_names_left",
-    "sizes_that_are_printed", "some_norms_frozen_midway", "states_of_a_number", "states_returned_and_used",
+    "parameters_in_a_list_too", "parameters_in_other_objects_too", "parametrised_in_each_call", "part_that_has_a_layer_under_two_names",
+    "parts_of_a_sequence", "pattern_that_the_loop_goes_through", "penalty_left_on_a_layer_of_torch", "pointer_into_a_queue",
+    "property_over_a_slot", "pruned_in_turns_with_all_that_is_left", "rate_behind_a_descriptor", "rewound_to_what_was_kept",
+    "rows_bounded_by_the_layer", "samples_repeated", "settings_of_a_parametrised_layer", "settings_on_a_layer_of_torch",
+    "sizes_and_names_left", "sizes_that_are_printed", "some_norms_frozen_midway", "states_of_a_number", "states_returned_and_used",
     "steps_in_hooks_of_what_has_a_gradient", "steps_set_back_and_loaded", "table_made_once", "target_moved_by_the_forward",
     "targets_as_an_input", "tower_that_the_loss_uses_too", "tower_without_positives", "train_takes_a_batch",
     "tried_before_it_is_done_otherwise", "two_backward_passes_past_a_batch_norm", "two_models_in_turns", "unused_layers_switched_on",
@@ -47,7 +47,8 @@ PROGRAMS_HERE = (
     "work_where_nothing_is_traced", "written_by_save_pretrained", "zero_that_is_given_a_gradient",
 )  # fmt: skip
 UNDER = {  # those under which a mistake showed
-    "parameters_in_a_list_too": ("zero3",), "states_of_a_number": ("tp2", "pp2"), "target_moved_by_the_forward": ("tp2", "pp2"),
+    "parameters_in_a_list_too": ("zero3",), "parameters_in_other_objects_too": ("zero3",),
+    "states_of_a_number": ("tp2", "pp2"), "target_moved_by_the_forward": ("tp2", "pp2"),
 }  # fmt: skip
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from autopar.capture.held import ABSENT, Held, Place, is_in, is_plain, is_tuple, places, put_back, shown_key, tuple_of
+from autopar.capture.held import ABSENT, REGISTERED, Held, Place, is_in, is_plain, is_tuple, places, put_back, shown_key, tuple_of
 from autopar.capture.state import State
+from autopar.run.elsewhere import Standing
 
-__all__ = ["Inside", "around", "begin_anew", "tensors_at"]
+__all__ = ["Elsewhere", "Inside", "around", "begin_anew", "tensors_at"]
 
 
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict)
@@ -118,6 +120,35 @@ def _outermost(held: Sequence[Held], paths: Collection[str]) -> dict[str, Place]
         outer = (path[:n] for n, letter in enumerate(path) if letter == "[")
         found.add(next((one for one in (*outer, path) if one in known), None))
     return {path: place for path, place in known.items() if path in found}
+
+
+class _Defaults(NamedTuple):
+    function: Any  # of Python
+
+    def now(self) -> Any:
+        return self.function.__defaults__
+
+    def put(self, value: Any) -> None:
+        self.function.__defaults__ = value
+
+
+class Elsewhere:
+    """The attributes, closures, globals and defaults of functions in which parameters and buffers of a model stand, besides its registries:
+    in what code that runs in a call may reach."""
+
+    def __init__(self, model: torch.nn.Module, loss: object = None) -> None:
+        self._model, self._loss = model, loss
+        self._state: State | None = None  # without what it holds: which code there is
+
+    def __call__(self) -> list[Standing]:
+        """As it is now."""
+        state = State.take(self._model, self._loss, self._state)
+        self._state = replace(state, leaves={}, versions={}, held=(), arrays=(), kept=())
+        known = {place.path: place for _, place in places(state.held)}
+        paths = (path for path, leaf in state.leaves.items() if leaf is REGISTERED)
+        inner = (next((path[:n] for n in range(len(path), 0, -1) if path[:n] in known), "") for path in paths)
+        defaults = (_Defaults(function) for function in state.reached.functions if function.__defaults__)
+        return [*(known[path] for path in dict.fromkeys(inner) if path), *defaults]
 
 
 def around(state: State, paths: Collection[str]) -> frozenset[str]:

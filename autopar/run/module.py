@@ -29,6 +29,7 @@ from autopar.run.broken_off import broken_off
 from autopar.run.buckets import Bucket, make_buckets, make_buckets_of_a_pass, make_units
 from autopar.run.checkpointed import not_kept_for_later
 from autopar.run.dtypes import dtype_named
+from autopar.run.elsewhere import Standing
 from autopar.run.form import Anew, Emitted, Form, Guards
 from autopar.run.forms import Call, Forms
 from autopar.run.full_states import whole_where_full
@@ -89,6 +90,7 @@ class ParallelModule(AsOriginal):
     computes it, with whole parameters on every rank.
     autocast, dtype: under which torch.autocast the program was captured, and what float32 parameters are cast to where they are used.
     example: the inputs with which it was captured: in another call they may be one tensor where these are two, which code may ask.
+    elsewhere: gives the places beside the original's registries in which its parameters and buffers stand.
 
     Collective: all ranks build it and call its methods together. Raises LaunchError if the number of processes is not
     that of the mesh, ValueError if `tensors` do not fit the manifest.
@@ -142,6 +144,7 @@ class ParallelModule(AsOriginal):
         dtype: torch.dtype | None = None,
         example: Any = None,
         read: Collection[str] | None = None,
+        elsewhere: Callable[[], Sequence[Standing]] = tuple,
     ) -> None:
         self.__dict__["original"] = None
         super().__init__()
@@ -162,7 +165,7 @@ class ParallelModule(AsOriginal):
         keep["_parametrized"] = original is not None and any(map(parametrize.is_parametrized, original.modules()))
         keep["_modules_of_original"] = tuple(original.modules()) if original is not None else ()
         tied = {s: mesh.holding(s) for s in sorted({p.stages for p in manifest.params if len(mesh.pp_ranks(p.stages)) > 1})}
-        keep["_tree"] = tree = Tree(self, manifest, mesh, device, tied, self._modules_of_original)
+        keep["_tree"] = tree = Tree(self, manifest, mesh, device, tied, elsewhere)
         specs: list[ParamSpec | BufferSpec] = [*manifest.params, *(b for b in manifest.buffers if not b.region)]
         without = without_values(specs, tensors, mesh)
         tree.take(state.distribute(specs, tensors, mesh, device, without))

@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.errors import LaunchError
 from autopar.run.buckets import Held, hold
+from autopar.run.elsewhere import Standing, exchanged
 from autopar.run.given import GRAD, check_given, note
-from autopar.run.in_containers import exchanged
 from autopar.run.leaves import Leaves
 from autopar.run.lies import Lies
 from autopar.run.manifest import BufferSpec, Manifest, ParamSpec
@@ -72,13 +72,14 @@ def _tell_of_gradients_alone(hooks: dict[int, Any]) -> None:
 
 class Tree:
     """Places the tensors of a plan in a module tree. root: the module whose registries they go into; it has those of the original, if
-    there is one. tied: the stages that share a parameter -> their axis. modules: of the original, whose attributes may hold parameters."""
+    there is one. tied: the stages that share a parameter -> their axis. elsewhere: gives the places beside its registries in which its
+    parameters and buffers stand."""
 
     def __init__(
         self, root: nn.Module, manifest: Manifest, mesh: Mesh, device: torch.device, tied: Mapping[tuple[int, ...], Axis],
-        modules: Sequence[nn.Module] = (),
+        elsewhere: Callable[[], Sequence[Standing]] = tuple,
     ) -> None:  # fmt: skip
-        self._root, self._mesh, self._device, self._tied, self._modules = root, mesh, device, tied, modules
+        self._root, self._mesh, self._device, self._tied, self._elsewhere = root, mesh, device, tied, elsewhere
         self.model = manifest.model
         self.held: dict[str, Held] = {}
         self.names: dict[str, str] = {}  # every name of a parameter -> the first one
@@ -334,6 +335,7 @@ class Tree:
                 raise ValueError("full_parameters() within full_parameters(write=False): what is written inside would be lost")
             yield
             return
+        elsewhere = self._elsewhere()
         full = {name: self._gathered_at(lies, home) for name, lies in self.lies.items() if self.buffers.stands(name)}
         buffers_now = dict(self.buffers.standing())
         before = {name: place.registry[place.key] for name, place in buffers_now.items()}
@@ -350,7 +352,7 @@ class Tree:
             place.put(full[name])
         self.whole, self._writing = True, write
         try:
-            with exchanged(self._modules, whole):
+            with exchanged(elsewhere, whole | {id(before[name]): full[name] for name in buffers_now}):
                 yield
         finally:
             self.whole = False

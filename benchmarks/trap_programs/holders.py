@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -245,10 +249,9 @@ class Scaled(nn.Module):
         return self.net(x * self.scales[0] + self.scales[1], y) + self.tables["first"][0].square().mean()
 
 
-@program(KIND)
-def parameters_in_a_list_too(compile: Compile) -> Results:
+def _looked_at_again(compile: Compile, build: Callable[[], nn.Module]) -> Results:
     """With batches of another size and an evaluation, for each of which the model is looked at again."""
-    model = compile(seeded(Scaled), example_inputs=batch())
+    model = compile(seeded(build), example_inputs=batch())
     optimizer = sgd(model)
     losses = train(model, optimizer, steps=2)
     model.eval()
@@ -258,3 +261,38 @@ def parameters_in_a_list_too(compile: Compile) -> Results:
     losses += train(model, optimizer, steps=2)
     optimizer.zero_grad()
     return {"losses": losses, "state": state(model), "held": [model.scales[k] is getattr(model, f"scale_{k}") for k in range(2)]}
+
+
+@program(KIND)
+def parameters_in_a_list_too(compile: Compile) -> Results:
+    return _looked_at_again(compile, Scaled)
+
+
+class Kept:
+    def __init__(self, scale: nn.Parameter) -> None:
+        self.scale = scale
+
+
+TABLE: dict[str, nn.Parameter] = {}
+
+
+class ScaledFromElsewhere(Scaled):
+    """Reads them from objects, a closure, a partial function, the default of another, a set, a reference, a global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = self.scales
+        self.kept, self.options = [Kept(first)], SimpleNamespace(pair=(first, second))
+        self.get, self.given = lambda: second, functools.partial(torch.add, first)
+        self.default, self.all, self.second = lambda x, by=second: x * by, {first, second}, weakref.ref(second)
+        TABLE.update(first=first)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = x * self.kept[0].scale + self.options.pair[1] + self.get()
+        h = self.default(self.given(h)) * TABLE["first"] - self.second()
+        return self.net(h, y) + sum(scale.square().mean() for scale in self.all)
+
+
+@program(KIND)
+def parameters_in_other_objects_too(compile: Compile) -> Results:
+    return _looked_at_again(compile, ScaledFromElsewhere)
