@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.export import each_output
-from autopar.capture.standing import Elsewhere
 from autopar.compiler import Compiled, build, emit
 from autopar.errors import PlanError
 from autopar.first_step import check_first_loss, first_loss
@@ -161,7 +160,7 @@ def compile(  # noqa: A001  (the field's word)
                 guards=captured.guards, returns=captured.returns, returned=captured.returned,
                 around_loss=captured.around_loss,
                 outputs="all" if wanted_outputs else "loss", autocast=captured.autocast, dtype=dtype,
-                local_batch=local_batch, example=inputs, read=names_read(captured.program), elsewhere=Elsewhere(model, objective),
+                local_batch=local_batch, example=inputs, read=names_read(captured.program), elsewhere=another.elsewhere,
             )  # fmt: skip
         keep = module.__dict__
         keep["plan"], keep["source"] = compiled.plan, compiled.source

@@ -29,6 +29,7 @@ from autopar.capture.export import each_output
 from autopar.capture.given import copied
 from autopar.capture.guards import Guards
 from autopar.capture.said import heard
+from autopar.capture.standing import Elsewhere
 from autopar.capture.state import State
 from autopar.errors import AutoparError, CaptureError, PlanError
 from autopar.ir import Buffer, Param, Program, refs
@@ -89,6 +90,7 @@ class Variants:
         self._model, self._plan, self._program, self._loss, self._emit, self._cluster = model, plan, program, loss, emit, cluster
         self._outputs, self._dtype, self._backend, self._apart = outputs, dtype, backend, apart
         self._caches = Caches(model, loss)
+        self.elsewhere = Elsewhere(model, loss)
         self._note_caches(*first)
         self._planned = frozenset(p.fqn for p in program.params if p.trainable)
         self._told: set[str] = set()  # parameters that train and were not planned to
@@ -157,10 +159,13 @@ class Variants:
         written, trains = module.written_parameters, torch.is_grad_enabled()
         known = frozenset(spec.name for spec in module.manifest.buffers)
         with with_gradients(), module.captured_at_home():
-            return done_by_all(
+            captured = done_by_all(
                 lambda: _without_more_buffers(self._captured(inputs, why, written=written, trains=trains, **how), known),
                 same=lambda c: program_hash(c.program), what="capture for other inputs",
             )  # fmt: skip
+        if captured.guards is not None:
+            captured.guards.stand_again(self.elsewhere.paths)
+        return captured
 
     def _emitted(self, module: ParallelModule, captured: Captured, asked: str) -> Emitted:
         """PlanError if the plan's decisions do not fit what was captured."""

@@ -13,6 +13,7 @@ import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
+from dataclasses import replace
 from itertools import repeat
 from types import CellType
 from typing import Any
@@ -103,6 +104,15 @@ class Guards:
         if paths:
             self._ignored |= set(paths)
             self._index(self._state)
+
+    def stand_again(self, paths: Collection[str]) -> None:
+        """Collections, references and functions given arguments that stood in these places while the model was captured, and held whole
+        parameters, are those again that hold the parts."""
+        if paths:
+            later, before = State.take(self._model, self._loss, self._state), self._state.leaves
+            here = {path: leaf for path, leaf in later.leaves.items() if is_in(path, paths) and path in before}
+            self._state = replace(self._state, leaves={**before, **here})
+            self._index(later)
 
     def read(self, attributes: tuple[Asked, ...]) -> None:
         """The user's attributes of parameters and buffers that the forward asks for."""

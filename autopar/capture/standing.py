@@ -139,6 +139,7 @@ class Elsewhere:
     def __init__(self, model: torch.nn.Module, loss: object = None) -> None:
         self._model, self._loss = model, loss
         self._state: State | None = None  # without what it holds: which code there is
+        self.paths: frozenset[str] = frozenset()  # of these places, as they were when they were last asked for
 
     def __call__(self) -> list[Standing]:
         """As it is now."""
@@ -147,8 +148,9 @@ class Elsewhere:
         known = {place.path: place for _, place in places(state.held)}
         paths = (path for path, leaf in state.leaves.items() if leaf is REGISTERED)
         inner = (next((path[:n] for n in range(len(path), 0, -1) if path[:n] in known), "") for path in paths)
-        defaults = (_Defaults(function) for function in state.reached.functions if function.__defaults__)
-        return [*(known[path] for path in dict.fromkeys(inner) if path), *defaults]
+        found = [known[path] for path in dict.fromkeys(inner) if path]
+        self.paths = frozenset(place.path for place in found)
+        return [*found, *(_Defaults(function) for function in state.reached.functions if function.__defaults__)]
 
 
 def around(state: State, paths: Collection[str]) -> frozenset[str]:

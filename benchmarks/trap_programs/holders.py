@@ -250,17 +250,22 @@ class Scaled(nn.Module):
 
 
 def _looked_at_again(compile: Compile, build: Callable[[], nn.Module]) -> Results:
-    """With batches of another size and an evaluation, for each of which the model is looked at again."""
+    """With evaluations of another size, for which the model is looked at once more."""
     model = compile(seeded(build), example_inputs=batch())
     optimizer = sgd(model)
     losses = train(model, optimizer, steps=2)
-    model.eval()
-    with torch.no_grad():
-        losses.append(model(*(t[:6] for t in batch())).item())
-    model.train()
-    losses += train(model, optimizer, steps=2)
+    for _ in range(2):
+        model.eval()
+        with torch.no_grad():
+            losses.append(model(*(t[:6] for t in batch())).item())
+        model.train()
+        losses += train(model, optimizer, steps=2)
     optimizer.zero_grad()
-    return {"losses": losses, "state": state(model), "held": [model.scales[k] is getattr(model, f"scale_{k}") for k in range(2)]}
+    forms = vars(model).get("_forms")  # of the parallel module
+    return {
+        "losses": losses, "state": state(model), "held": [model.scales[k] is getattr(model, f"scale_{k}") for k in range(2)],
+        "once": forms is None or forms._captures == 1,
+    }  # fmt: skip
 
 
 @program(KIND)
