@@ -109,9 +109,10 @@ class Guards:
         """Collections, references and functions given arguments that stood in these places while the model was captured, and held whole
         parameters, are those again that hold the parts."""
         if paths:
-            later, before = State.take(self._model, self._loss, self._state), self._state.leaves
-            here = {path: leaf for path, leaf in later.leaves.items() if is_in(path, paths) and path in before}
-            self._state = replace(self._state, leaves={**before, **here})
+            later = State.take(self._model, self._loss, self._state)
+            other = {path: leaf for path, leaf in self._state.leaves.items() if not is_in(path.partition("{")[0], paths)}
+            here = {path: leaf for path, leaf in later.leaves.items() if is_in(path.partition("{")[0], paths)}
+            self._state = replace(self._state, leaves=other | here)
             self._index(later)
 
     def read(self, attributes: tuple[Asked, ...]) -> None:

@@ -344,10 +344,13 @@ class Walk:
             self._beside(path, value, depth)
 
     def _members(self, path: str, members: Iterable[Any], depth: int) -> None:
-        """The user's own objects among what has no place: members of a set, keys of a dict, what waits in a queue."""
+        """The user's own objects, and parameters and buffers, among what has no place: members of a set, keys of a dict, what waits in a
+        queue."""
         for one in members if depth else ():
             one = one() if isinstance(one, weakref.ref) else one
-            if not (is_foreign(type(one).__module__) or isinstance(one, CODE)):
+            if id(one) in self.registered:  # of another class from when it is a part on
+                self.leaves[f"{path}{{a tensor {id(one)}}}"] = REGISTERED
+            elif not (is_foreign(type(one).__module__) or isinstance(one, CODE)):
                 self.visit(f"{path}{{{type(one).__name__} {id(one)}}}", one, depth - 1)
 
     def _beside(self, path: str, value: Any, depth: int) -> None:
