@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, NoReturn
 import numpy
 
 from autopar.capture.export import FAILURES
-from autopar.capture.held import ABSENT, Place, is_tuple, places, tuple_of
+from autopar.capture.held import ABSENT, Place, places
 from autopar.capture.numbers import may_stand
 from autopar.capture.state import Change, State
+from autopar.run.objects import is_tuple, tuple_of
 from autopar.run.outputs import found_in
 
 __all__ = ["Count", "counts_between", "not_read", "only_added_to"]

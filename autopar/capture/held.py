@@ -11,14 +11,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import repeat
 from types import CellType, FunctionType, MethodType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 
 __all__ = [
     "ABSENT", "EMPTY", "EXACTLY", "KEPT", "LEFT_OUT", "REGISTERED", "SIMPLE", "Held", "Opaque", "Order", "Place", "Shape", "Taken", "Value",
-    "child", "contents", "describe", "is_in", "is_leaf", "is_plain", "is_tuple", "keys_of", "order_of", "places", "put_back", "same",
-    "shown_key", "tuple_of", "value_of", "without_ids",
+    "child", "contents", "describe", "is_in", "is_leaf", "is_plain", "keys_of", "order_of", "places", "put_back", "same",
+    "shown_key", "value_of", "without_ids",
 ]  # fmt: skip
 
 SIMPLE = (
@@ -168,16 +168,6 @@ def child(held: Held, key: Any) -> str:
 def is_in(path: str, roots: Collection[str]) -> bool:
     """Whether a place is one of these, or in one of them."""
     return path in roots or any(path.startswith((f"{root}[", f"{root}.")) for root in roots)
-
-
-def is_tuple(value: object) -> TypeGuard[tuple[Any, ...]]:
-    """Whether it is a tuple, named or not, and nothing else."""
-    return type(value) is tuple or (isinstance(value, tuple) and hasattr(type(value), "_fields"))
-
-
-def tuple_of(like: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
-    """A tuple of the same type, as `is_tuple` has it."""
-    return tuple(items) if type(like) is tuple else type(like)(*items)
 
 
 def same(a: object, b: object) -> bool:

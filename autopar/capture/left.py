@@ -19,13 +19,14 @@ import numpy
 import torch
 
 from autopar.capture.counted import Count
-from autopar.capture.held import ABSENT, Held, Opaque, Place, child, is_in, is_leaf, is_plain, is_tuple, places, put_back, same, tuple_of
+from autopar.capture.held import ABSENT, Held, Opaque, Place, child, is_in, is_leaf, is_plain, places, put_back, same
 from autopar.capture.numbers import TracedArray, may_stand
 from autopar.capture.reach import is_foreign, loaded_in
 from autopar.capture.state import Change, State
 from autopar.capture.walk import TABLES, WATCHED_HOOKS
 from autopar.errors import CaptureError
 from autopar.run.left_out import LeftOut
+from autopar.run.objects import is_tuple, tuple_of
 
 __all__ = ["Left", "is_read", "left_by", "of_a_module"]
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.capture.held import ABSENT, REGISTERED, Held, Place, is_in, is_plain, is_tuple, places, put_back, shown_key, tuple_of
+from autopar.capture.held import ABSENT, REGISTERED, Held, Place, is_in, is_plain, places, put_back, shown_key
 from autopar.capture.state import State
-from autopar.run.elsewhere import Standing
+from autopar.run.objects import is_tuple, tuple_of
 
 __all__ = ["Elsewhere", "Inside", "around", "begin_anew", "tensors_at"]
 
@@ -122,16 +122,6 @@ def _outermost(held: Sequence[Held], paths: Collection[str]) -> dict[str, Place]
     return {path: place for path, place in known.items() if path in found}
 
 
-class _Defaults(NamedTuple):
-    function: Any  # of Python
-
-    def now(self) -> Any:
-        return self.function.__defaults__
-
-    def put(self, value: Any) -> None:
-        self.function.__defaults__ = value
-
-
 class Elsewhere:
     """The attributes, closures, globals and defaults of functions in which parameters and buffers of a model stand, besides its registries:
     in what code that runs in a call may reach."""
@@ -141,16 +131,17 @@ class Elsewhere:
         self._state: State | None = None  # without what it holds: which code there is
         self.paths: frozenset[str] = frozenset()  # of these places, as they were when they were last asked for
 
-    def __call__(self) -> list[Standing]:
+    def __call__(self) -> list[Place]:
         """As it is now."""
         state = State.take(self._model, self._loss, self._state)
         self._state = replace(state, leaves={}, versions={}, held=(), arrays=(), kept=())
         known = {place.path: place for _, place in places(state.held)}
-        paths = (path for path, leaf in state.leaves.items() if leaf is REGISTERED)
-        inner = (next((path[:n] for n in range(len(path), 0, -1) if path[:n] in known), "") for path in paths)
-        found = [known[path] for path in dict.fromkeys(inner) if path]
-        self.paths = frozenset(place.path for place in found)
-        return [*found, *(_Defaults(function) for function in state.reached.functions if function.__defaults__)]
+        paths = [path for path, leaf in state.leaves.items() if leaf is REGISTERED]
+        inner = {next((path[:n] for n in range(len(path), 0, -1) if path[:n] in known), None) for path in paths}
+        if None in inner:  # defaults have a path of their own
+            inner |= {path for path, place in known.items() if place.key == "__defaults__"}
+        self.paths = frozenset(known) & inner
+        return [place for path, place in known.items() if path in self.paths]
 
 
 def around(state: State, paths: Collection[str]) -> frozenset[str]:

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
+from autopar.run.objects import is_tuple, tuple_of
+
 __all__ = ["Standing", "exchanged"]
 
 
@@ -61,12 +63,10 @@ class _Exchange:
             args, keywords = self._other(value.args), {key: self._other(x) for key, x in value.keywords.items()}
             same = args is value.args and all(x is value.keywords[key] for key, x in keywords.items())
             return value if same else functools.partial(value.func, *args, **keywords)
-        if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
-            found = [self._other(x) for x in value]
-            same = all(a is b for a, b in zip(value, found, strict=True))
-            return value if same else tuple(found) if type(value) is tuple else type(value)(*found)
-        if type(value) in (set, frozenset):
-            return type(value)(map(self._other, value)) if any(self._other(x) is not x for x in value) else value
+        if is_tuple(value) or type(value) in (set, frozenset):
+            others = [self._other(x) for x in value]
+            same = all(a is b for a, b in zip(value, others, strict=True))
+            return value if same else tuple_of(value, others) if is_tuple(value) else type(value)(others)
         if isinstance(value, weakref.ref) and (target := value()) is not None and (found := self._other(target)) is not target:
             return weakref.ref(found)
         if isinstance(value, (dict, list, deque)) and id(value) not in self._seen:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["key_name", "leaf_path", "make_known", "parts_of"]
+__all__ = ["is_tuple", "key_name", "leaf_path", "make_known", "parts_of", "tuple_of"]
 
 _Names = tuple[Any, tuple[str, ...]]
 
@@ -82,3 +82,13 @@ def _together(items: Any, names: _Names) -> Any:
 def leaf_path(path: Sequence[Any]) -> tuple[str | int, ...]:
     """The path of a leaf of (args, kwargs): positional leaves start with their position, keyword ones with their name."""
     return tuple(map(key_name, path[1:]))
+
+
+def is_tuple(value: object) -> TypeGuard[tuple[Any, ...]]:
+    """Whether it is a tuple, named or not, and nothing else."""
+    return type(value) is tuple or (isinstance(value, tuple) and hasattr(type(value), "_fields"))
+
+
+def tuple_of(like: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
+    """A tuple of the same type, as `is_tuple` has it."""
+    return tuple(items) if type(like) is tuple else type(like)(*items)

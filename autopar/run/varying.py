@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from autopar.run.elsewhere import Standing
+
 __all__ = [
     "NONE", "NO_NUMBERS", "NUMBERS", "AsPlaced", "Asked", "Kind", "Leaf", "Number", "Path", "Varied", "Varying", "as_tensor", "kind_of",
 ]  # fmt: skip
@@ -47,7 +49,7 @@ def kind_of(value: object) -> object:
     return Kind(value.dtype, tuple(value.shape), value.requires_grad and torch.is_grad_enabled())
 
 
-class AsPlaced(Protocol):
+class AsPlaced(Standing, Protocol):
     """Where a number or a tensor stands outside of the call. around: the path of the container around it, or its own."""
 
     @property
@@ -55,10 +57,6 @@ class AsPlaced(Protocol):
 
     @property
     def around(self) -> str: ...
-
-    def now(self) -> Any: ...
-
-    def put(self, value: object) -> None: ...
 
     def moved(self, now: Mapping[str, Any]) -> AsPlaced | None: ...
 
